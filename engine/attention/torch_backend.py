@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from engine.attention.backend import AttentionBackend, DecodePlan
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.torch_fixed import MAX_KEYS, TorchDecodePlan
-from engine.attention.visible import Visible, causal_keys, keys_in_ranges
+from engine.attention.visible import Visible, attend_once, causal_keys, decode_mask, keys_in_ranges
 from engine.device.h2d import send
 from engine.state.spec import HeadSpec, PositionBias
 
@@ -129,15 +129,10 @@ class TorchBackend(AttentionBackend):
         mask: torch.Tensor | None,
         scale: float | None,
     ) -> torch.Tensor:
-        num, num_heads, head_dim = query.shape
-        num_kv_heads = cache.shape[3]
         assert blocks is not None
-        keys, values = (
-            gathered.view(num, -1, num_kv_heads, head_dim).transpose(1, 2) for gathered in self._gather(cache, blocks)
-        )
-        grouped = query.reshape(num, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
-        return attended.reshape(query.shape)
+        shape = len(query), -1, *cache.shape[3:]
+        keys, values = (gathered.view(shape).transpose(1, 2) for gathered in self._gather(cache, blocks))
+        return attend_once(query, keys, values, mask, scale)
 
     def _gather(self, cache: torch.Tensor, blocks: torch.Tensor) -> list[torch.Tensor]:
         """Keys and values of the blocks, 2 x [len(blocks), *cache.shape[2:]]; valid until the next call."""
@@ -216,28 +211,12 @@ def _mask(plan: _TorchPlan, bias: PositionBias | None, window: int | None, num_k
         device = plan.metadata.block_table.device
         [lens] = send(device, np.asarray(plan.metadata.seq_lens[: plan.num_batched], np.int64))
         max_len = plan.batched_blocks.numel() // plan.num_batched * plan.block_size
-        batched = _batched_mask(lens, max_len, plan, bias, window, num_kv_heads)
+        batched = decode_mask(lens, max_len, plan.dtype, num_kv_heads, bias, window)
     rows = [
         _plan_row(plan, index, bias, window, num_kv_heads)
         for index in range(plan.num_batched, plan.metadata.num_requests)
     ]
     return _Masked(batched, rows)
-
-
-def _batched_mask(
-    lens: torch.Tensor, max_len: int, plan: _TorchPlan, bias: PositionBias | None, window: int | None, num_kv_heads: int
-) -> torch.Tensor:
-    """Return 0 or the bias for existing keys within the window, -inf for all others."""
-    keys = torch.arange(max_len, device=lens.device)
-    hidden = keys[None] >= lens[:, None]
-    if window is not None:
-        hidden |= keys[None] < lens[:, None] - window
-    if bias is None:
-        mask = torch.zeros(len(lens), max_len, dtype=plan.dtype, device=lens.device)
-        return mask.masked_fill_(hidden, float("-inf"))[:, None, None]
-    values = bias(lens - 1, keys).to(plan.dtype)  # [num_heads, num_batched, max_len]
-    values = values.masked_fill(hidden, float("-inf")).transpose(0, 1)
-    return values.reshape(len(lens), num_kv_heads, -1, max_len)
 
 
 def _plan_row(
@@ -280,8 +259,7 @@ def _run_row(query: torch.Tensor, cache: torch.Tensor, row: _Single, scale: floa
         for side in (0, 1)
     )
     if num_queries == 1:
-        grouped = query.reshape(1, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=row.mask, scale=scale).view(query.shape)
+        return attend_once(query, keys, values, row.mask, scale)
     out = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
         keys,

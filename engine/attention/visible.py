@@ -1,4 +1,4 @@
-"""Visible keys of a request's tokens: causal, within a window, or a range per token."""
+"""Visible keys of a request's tokens: causal, within a window, or a range per token; and attention of single tokens."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from engine.device.h2d import send
 from engine.state.spec import IntArray, PositionBias
@@ -63,6 +64,43 @@ def causal_keys(num_queries: int, seq_len: int, window: int | None, device: torc
         assert window is not None
         hidden |= keys <= queries - window
     return Visible(first, seq_len, hidden, triangular=past == 0 and not narrow)
+
+
+def decode_mask(
+    num_keys: torch.Tensor,
+    max_keys: int,
+    dtype: torch.dtype,
+    num_kv_heads: int,
+    bias: PositionBias | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Return the mask of a token per request, of `num_keys` [num_requests] keys each, for `attend_once`.
+
+    0 or the bias for existing keys within the window, -inf for all others: [num_requests, 1 or num_kv_heads, 1 or heads
+    per group, max_keys]. Requests without keys see the first one, for a softmax over nothing would be NaN.
+    """
+    keys = torch.arange(max_keys, device=num_keys.device)
+    hidden = keys >= num_keys[:, None].clamp(min=1)
+    if window is not None:
+        hidden |= keys < num_keys[:, None] - window
+    if bias is None:
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+        return mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+    biases = bias(num_keys - 1, keys).to(dtype)  # [num_heads, num_requests, max_keys]
+    biases = biases.masked_fill(hidden, float("-inf")).transpose(0, 1)
+    return biases.reshape(len(num_keys), num_kv_heads, -1, max_keys)
+
+
+def attend_once(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+) -> torch.Tensor:
+    """Attend with a token per request: the query heads of a group are the query length, so keys are never repeated.
+
+    query [n, num_heads, head_dim], keys and values [n, num_kv_heads, num_keys, head_dim] -> as query.
+    """
+    num_kv_heads = keys.shape[1]
+    grouped = query.reshape(len(query), num_kv_heads, -1, query.shape[2])
+    return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale).reshape(query.shape)
 
 
 def keys_in_ranges(num_queries: int, seq_len: int, ranges: IntArray | None, device: torch.device) -> Visible:

@@ -23,7 +23,7 @@ from engine.cache.encoder_cache import EncoderCacheManager
 from engine.core import engine_stats
 from engine.core.decoding import Decoding
 from engine.core.output_processor import OutputProcessor
-from engine.core.request_factory import RequestFactory, RequestLimits
+from engine.core.request_factory import RequestFactory
 from engine.core.step_loop import StepLoop
 from engine.device.copy_stream import AsyncCopy
 from engine.handoff.input_receiver import InputReceiver
@@ -89,13 +89,8 @@ class DecoderEngine:
         )
         self.decoding = Decoding(self.runner, self.scheduler, self.sampler, info.eos_token_ids)
         self.output = OutputProcessor(info, self.scheduler, self.runner.max_model_len)
-        limits = RequestLimits(
-            info,
-            self.runner.spec.vocab_size,
-            self.runner.max_model_len,
-            min(config.max_num_seqs, config.max_num_batched_tokens),
-        )
-        self._factory = RequestFactory(info, self.runner.spec, limits, self.sampler, instance)
+        limits = self.runner.max_model_len, min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._factory = RequestFactory(info, self.runner.spec, *limits, self.sampler, instance)
         self.loop = StepLoop(
             self.state,
             self.runner,

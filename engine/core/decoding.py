@@ -36,6 +36,10 @@ _NO_HYPOTHESIS = ErrorInfo(
 )
 
 
+_ROWS: Final = 256
+"""Prompt tokens whose logits are held at once."""
+
+
 @dataclass(frozen=True)
 class NewToken:
     """The next token of a sequence, already at `position`."""
@@ -89,7 +93,6 @@ class Decoding:
         self._blocks = scheduler.blocks
         self._sampler = sampler
         self._eos_token_ids = tuple(eos_token_ids)
-        self._prompt_logprobs = PromptLogprobs(runner, sampler)
         self._searches: WeakKeyDictionary[Request, BeamSearch] = WeakKeyDictionary()
 
     @torch.inference_mode()
@@ -98,7 +101,7 @@ class Decoding:
         results: list[Result] = []
         for rows in output.prompt_rows:
             with self._containing(rows.sequence.request, results):
-                self._prompt_logprobs.add(rows)
+                self._add_prompt_logprobs(rows)
         beams: dict[Request, list[int]] = {}
         others: list[int] = []
         for row, sequence in enumerate(output.sequences):
@@ -237,19 +240,7 @@ class Decoding:
         lengths = [len(request.prompt) + num_output_tokens] * request.sampling.beam_width
         return self._blocks.fits_ever(len(request.prompt), lengths, request.num_encoder_tokens)
 
-
-_ROWS: Final = 256
-"""Prompt tokens whose logits are held at once."""
-
-
-class PromptLogprobs:
-    """Adds to `Request.prompt_logprobs`."""
-
-    def __init__(self, runner: DecoderRunner, sampler: Sampler) -> None:
-        self._runner = runner
-        self._sampler = sampler
-
-    def add(self, rows: PromptRows) -> None:
+    def _add_prompt_logprobs(self, rows: PromptRows) -> None:
         """Add log-probabilities of the tokens after the present step's tokens; media tokens have none."""
         request = rows.sequence.request
         known, count = request.prompt_logprobs, request.sampling.prompt_logprobs

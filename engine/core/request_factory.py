@@ -19,15 +19,20 @@ from engine.state.spec import DecoderSpec
 
 
 @dataclass(frozen=True)
-class RequestLimits:
-    """The limits of an engine for new requests. Lengths are in tokens, expanded media included."""
+class RequestFactory:
+    """Make the requests of an engine within its limits; `instance` names their spans.
+
+    Lengths are in tokens, expanded media included.
+    """
 
     info: ModelInfo
-    vocab_size: int
+    spec: DecoderSpec
     max_model_len: int
     max_sequences: int
+    sampler: Sampler
+    instance: str
 
-    def check(self, prompt: list[int], inputs: list[InputSlot], sampling: SamplingParams) -> None:
+    def _check(self, prompt: list[int], inputs: list[InputSlot], sampling: SamplingParams) -> None:
         """Raise TriptychError naming the value and the rule where a new request cannot be served."""
         sampling.validate()
         if sampling.num_sequences > self.max_sequences:
@@ -36,15 +41,15 @@ class RequestLimits:
         if not prompt:
             raise TriptychError("invalid_request", "the prompt is empty", "prompt")
         placeholder = self.info.placeholder_token_id  # Mllama's has an embedding, but no place in the output
-        bad = next((token for token in prompt if not 0 <= token < self.vocab_size and token != placeholder), None)
+        bad = next((token for token in prompt if not 0 <= token < self.spec.vocab_size and token != placeholder), None)
         if bad is not None:
-            message = f"token id {bad} is outside the vocabulary of {self.vocab_size}"
+            message = f"token id {bad} is outside the vocabulary of {self.spec.vocab_size}"
             raise TriptychError("invalid_request", message, "prompt")
         if len(prompt) >= self.max_model_len:
             raise TriptychError("context_length_exceeded", too_long(len(prompt), self.max_model_len), "messages")
         self._check_inputs(prompt, inputs)
 
-    def check_resumed(self, resumed: ListOf[Resumed], sampling: SamplingParams, num_prompt_tokens: int) -> None:
+    def _check_resumed(self, resumed: ListOf[Resumed], sampling: SamplingParams, num_prompt_tokens: int) -> None:
         """Raise TriptychError for resumed sequences impossible under the request's sampling."""
         if len({one.index for one in resumed if one.index < sampling.num_sequences}) != len(resumed):
             indices = [one.index for one in resumed]
@@ -54,9 +59,9 @@ class RequestLimits:
             if num_prompt_tokens + len(one.token_ids) > self.max_model_len:
                 length = num_prompt_tokens + len(one.token_ids)
                 raise TriptychError("context_length_exceeded", too_long(length, self.max_model_len), "resumed")
-            bad = next((token for token in one.token_ids if not 0 <= token < self.vocab_size), None)
+            bad = next((token for token in one.token_ids if not 0 <= token < self.spec.vocab_size), None)
             if bad is not None:
-                message = f"token id {bad} to resume from is outside the vocabulary of {self.vocab_size}"
+                message = f"token id {bad} to resume from is outside the vocabulary of {self.spec.vocab_size}"
                 raise TriptychError("invalid_request", message, "resumed")
 
     def _check_inputs(self, prompt: list[int], inputs: list[InputSlot]) -> None:
@@ -73,19 +78,6 @@ class RequestLimits:
         if indices != expected or [item.input_id for item in inputs] != list(range(len(inputs))):
             message = f"inputs stand at {indices}, but the prompt has placeholders at {expected}"
             raise TriptychError("invalid_request", message)
-
-
-class RequestFactory:
-    """Make the requests of an engine; `instance` names their spans."""
-
-    def __init__(
-        self, info: ModelInfo, spec: DecoderSpec, check: RequestLimits, sampler: Sampler, instance: str
-    ) -> None:
-        self._info = info
-        self._spec = spec
-        self._check = check
-        self._sampler = sampler
-        self._instance = instance
 
     def create(
         self,
@@ -105,13 +97,15 @@ class RequestFactory:
         if sampling.uses_beams:
             resumed = ()  # nothing of a beam search has been told
         if prefill_only:
-            sampling, resumed = _before_the_last_token(sampling), _known_to_all(resumed)
+            # A single sequence, without output rules; the output of an only resumed sequence is prefilled, too.
+            sampling = msgspec.structs.replace(sampling, n=1, beam_width=1, grammar=None)
+            resumed = [msgspec.structs.replace(resumed[0], index=0)] if len(resumed) == 1 else []
         elif prefilled:  # the log-probabilities of a prompt are known where it is computed
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
-        self._check.check(prompt_token_ids, inputs, sampling)
+        self._check(prompt_token_ids, inputs, sampling)
         if resumed:
-            self._check.check_resumed(resumed, sampling, len(prompt_token_ids))
-        self._sampler.check(sampling)
+            self._check_resumed(resumed, sampling, len(prompt_token_ids))
+        self.sampler.check(sampling)
         return Request.create(
             request_id,
             prompt_token_ids,
@@ -120,22 +114,12 @@ class RequestFactory:
             arrival=arrival,
             priority=priority,
             seed=sampling.seed if sampling.seed is not None else random.getrandbits(62),
-            is_encoder_decoder=self._info.is_encoder_decoder,
-            cross_attention=self._info.has_cross_attention,
-            uses_mrope=self._spec.mrope_section is not None,
-            instance=self._instance,
+            is_encoder_decoder=self.info.is_encoder_decoder,
+            cross_attention=self.info.has_cross_attention,
+            uses_mrope=self.spec.mrope_section is not None,
+            instance=self.instance,
             resumed=tuple(resumed),
             prefill_only=prefill_only,
             prefilled=prefilled,
             attempt=attempt,
         )
-
-
-def _known_to_all(resumed: ListOf[Resumed]) -> list[Resumed]:
-    """Return the tokens beyond the prompt to prefill: the output of the only resumed sequence."""
-    return [msgspec.structs.replace(resumed[0], index=0)] if len(resumed) == 1 else []
-
-
-def _before_the_last_token(sampling: SamplingParams) -> SamplingParams:
-    """Reduce sampling for a prefill-only request: a single sequence, without output rules."""
-    return msgspec.structs.replace(sampling, n=1, beam_width=1, grammar=None)

@@ -72,6 +72,9 @@ class T5Encoder(EncoderModel):
 class BartEncoder(EncoderModel):
     """Token ids of BART's encoder prompts, padded within a batch."""
 
+    own: type[nn.Module] = BartEncoderModule
+    """transformers' own class."""
+
     layout = CheckpointLayout(
         prefixes={
             "model.encoder.": "",
@@ -83,12 +86,7 @@ class BartEncoder(EncoderModel):
     )
 
     def __init__(self, config: Any) -> None:
-        self.module: nn.Module = self.make_module(config)
-
-    def make_module(self, config: Any) -> nn.Module:
-        """transformers' encoder, without weights."""
-        module: nn.Module = BartEncoderModule(config)
-        return module
+        self.module: nn.Module = self.own(config)
 
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
         return encode_texts(self.module, items)
@@ -97,6 +95,4 @@ class BartEncoder(EncoderModel):
 class MBartEncoder(BartEncoder):
     """The same for mBART."""
 
-    def make_module(self, config: Any) -> nn.Module:
-        module: nn.Module = MBartEncoderModule(config)
-        return module
+    own = MBartEncoderModule

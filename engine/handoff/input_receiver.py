@@ -51,7 +51,7 @@ class InputReceiver:
         self._lease_s = lease_s
         self._requests: dict[str, Request] = {}
         self.early: EarlyOffers[Offer] = EarlyOffers(min(lease_s, KEEP_S))
-        self._pending: list[tuple[Request, RequestInput]] = []  # OFFERED, in the order of grants
+        self.pending: list[tuple[Request, RequestInput]] = []  # OFFERED, in the order of grants
         self.granted: dict[tuple[str, int], RequestInput] = {}
         """Inputs whose tensors are on their way, by request and input id."""
         self._dormant: list[tuple[Request, RequestInput]] = []
@@ -71,7 +71,7 @@ class InputReceiver:
         self._emit(*self.early.forget(request.request_id, request.attempt))
         if self._requests.pop(request.request_id, None) is None:
             return
-        self._pending = [pair for pair in self._pending if pair[0] is not request]
+        self.pending = [pair for pair in self.pending if pair[0] is not request]
         self._dormant = [pair for pair in self._dormant if pair[0] is not request]
         for item in request.inputs:
             self._release(request, item)
@@ -91,7 +91,8 @@ class InputReceiver:
         item = next((item for item in request.inputs if item.slot.input_id == input_id), None)
         error = self._fault(item, offer) or self._too_much(request, item, offer)
         if item is None or error is not None:
-            self._emit(Grant(request_id, input_id, attempt, "refused", error or _no_such_input(input_id)))
+            error = error or ErrorInfo("internal_error", f"the request has no input {input_id}")
+            self._emit(Grant(request_id, input_id, attempt, "refused", error))
         elif attempt < item.attempt or (attempt == item.attempt and item.state is InputState.MISSING):
             self._emit(Grant(request_id, input_id, attempt, "cancelled"))
         elif item.usable or item.state is InputState.DORMANT:
@@ -137,10 +138,10 @@ class InputReceiver:
 
     def _accept(self, request: Request, item: RequestInput, offer: Offer) -> None:
         self._release(request, item)
-        self._pending = [pair for pair in self._pending if pair[1] is not item]
+        self.pending = [pair for pair in self.pending if pair[1] is not item]
         item.attempt, item.offer, item.deadline_s = offer.attempt, offer, offer.deadline_s
         item.state = InputState.OFFERED
-        self._pending.append((request, item))
+        self.pending.append((request, item))
         request.expand_prompt()
 
     def ask(self, request: Request) -> None:
@@ -161,7 +162,7 @@ class InputReceiver:
         offered = item is not None and item.state in (InputState.OFFERED, InputState.GRANTED)
         if request is None or item is None or not offered or item.attempt != attempt:
             return
-        self._pending = [pair for pair in self._pending if pair[1] is not item]
+        self.pending = [pair for pair in self.pending if pair[1] is not item]
         self._release(request, item, silently=True)
         item.state = InputState.MISSING
 
@@ -170,10 +171,10 @@ class InputReceiver:
     def grant(self) -> None:
         """Reserve memory for offers in order, as far as possible. Content in the cache needs no reservation."""
         self._wake_dormant()
-        self._pending.sort(key=_grant_order)  # a grant of KV moves a request ahead of others
+        self.pending.sort(key=_grant_order)  # a grant of KV moves a request ahead of others
         waiting: list[tuple[Request, RequestInput]] = []
         full = False
-        for request, item in self._pending:
+        for request, item in self.pending:
             assert item.offer is not None
             name, reference = item.offer.content_hash, (request.request_id, item.slot.input_id)
             if self.cache.is_ready(name):
@@ -191,7 +192,7 @@ class InputReceiver:
                 item.state, item.deadline_s = InputState.GRANTED, time.monotonic() + self._lease_s
                 self.granted[reference] = item
                 self._emit(Grant(*reference, item.attempt, "granted"))
-        self._pending = waiting
+        self.pending = waiting
 
     def _wake_dormant(self) -> None:
         """Ask again for inputs whose KV has left the cache."""
@@ -208,9 +209,9 @@ class InputReceiver:
         """Act on inputs that the scheduler has marked. Offers of CONSUMED inputs are answered as cached. DORMANT inputs
         are reacquired from the cache or, unless their KV is there, from the encoder."""
         for request in dict.fromkeys(requests):
-            for pair in [pair for pair in self._pending if pair[0] is request]:
+            for pair in [pair for pair in self.pending if pair[0] is request]:
                 if pair[1].state is InputState.CONSUMED:
-                    self._pending.remove(pair)
+                    self.pending.remove(pair)
                     self._emit(Grant(request.request_id, pair[1].slot.input_id, pair[1].attempt, "cached"))
             self._dormant = [pair for pair in self._dormant if pair[0] is not request]
             for item in request.inputs:
@@ -226,17 +227,12 @@ class InputReceiver:
                     self._lose(request, item)
 
     @property
-    def num_pending(self) -> int:
-        """Offers of known requests that wait for memory. `early` has the offers of unknown requests."""
-        return len(self._pending)
-
-    @property
     def is_stuck(self) -> bool:
         """Return True if offers wait for memory and no granted tensor will free any."""
         return self._first_without_room() is not None and not self.granted
 
     def _first_without_room(self) -> tuple[Request, RequestInput] | None:
-        return next((pair for pair in self._pending if not self._coverage.covers(*pair)), None)
+        return next((pair for pair in self.pending if not self._coverage.covers(*pair)), None)
 
     def revoke(self, *, only_blocked: bool) -> bool:
         """Free memory for the oldest offer at the cost of the youngest holders, if no granted tensor is on the way.
@@ -334,7 +330,7 @@ class InputReceiver:
 
     def next_deadline_s(self) -> float | None:
         times = [item.deadline_s for item in self.granted.values()]
-        times += [item.deadline_s for _, item in self._pending]
+        times += [item.deadline_s for _, item in self.pending]
         early_s = self.early.next_deadline_s()
         return min(times if early_s is None else [*times, early_s], default=None)
 
@@ -343,9 +339,9 @@ class InputReceiver:
         for request_id, input_id in [key for key, item in self.granted.items() if item.deadline_s <= now_s]:
             self.counters["leases_expired"] += 1
             self._lose(self._requests[request_id], self.granted[request_id, input_id])
-        for request, item in [pair for pair in self._pending if pair[1].deadline_s <= now_s]:
+        for request, item in [pair for pair in self.pending if pair[1].deadline_s <= now_s]:
             self.counters["offers_expired"] += 1
-            self._pending.remove((request, item))
+            self.pending.remove((request, item))
             self._lose(request, item)
         self._emit(*self.early.expire(now_s))
 
@@ -364,7 +360,7 @@ class InputReceiver:
         self.granted.pop(reference, None)
 
     def is_empty(self) -> bool:
-        return not (self._requests or self._pending or self.granted or self.early or self.cache.num_references)
+        return not (self._requests or self.pending or self.granted or self.early or self.cache.num_references)
 
 
 def _grant_order(pair: tuple[Request, RequestInput]) -> tuple[tuple[int, int], int]:
@@ -374,7 +370,3 @@ def _grant_order(pair: tuple[Request, RequestInput]) -> tuple[tuple[int, int], i
 def _is_blocked(request: Request, item: RequestInput) -> bool:
     """Return True if the prefill cannot reach this input before another input has come."""
     return item.start is None or item.start >= request.num_computable_tokens(request.sequences[0])
-
-
-def _no_such_input(input_id: int) -> ErrorInfo:
-    return ErrorInfo("internal_error", f"the request has no input {input_id}")

@@ -81,8 +81,8 @@ class KvReceiver:
         self.counters |= {"prefill_handoff_bytes": 0, "kv_leases_expired": 0, "kv_parts_rejected": 0}
         self.counters |= {"kv_offers_expired": 0}
         self._handoffs: dict[str, KvHandoff] = {}
-        self._pending: list[KvHandoff] = []  # OFFERED, in the order of grants
-        self._reserved: list[KvHandoff] = []
+        self.pending: list[KvHandoff] = []  # OFFERED, in the order of grants
+        self.reserved: list[KvHandoff] = []
         self.early: EarlyOffers[KvOffer] = EarlyOffers(min(lease_s, KEEP_S))
 
     # --- requests come and go
@@ -152,8 +152,8 @@ class KvReceiver:
         self._release(handoff)
         handoff.attempt, handoff.deadline_s = offer.attempt, offer.deadline_s
         handoff.state = KvHandoffState.OFFERED
-        self._pending.append(handoff)
-        self._pending.sort(key=lambda one: one.request.order)
+        self.pending.append(handoff)
+        self.pending.sort(key=lambda one: one.request.order)
 
     def _apply(self, request: Request, offer: KvOffer) -> None:
         """Apply the sender's knowledge of the request: input sizes, and the seed for random draws."""
@@ -170,21 +170,16 @@ class KvReceiver:
     def grant(self) -> None:
         """Reserve blocks for offers in order, as far as possible."""
         self._scheduler.line_end = None
-        for handoff in list(self._pending):
-            if self._is_on_its_way(handoff.request):
-                continue
+        for handoff in list(self.pending):
+            if self._blocks.awaits_cross(handoff.request.encoder_content):
+                continue  # another request receives the same cross table: wait for it, instead of a second transfer
             reserved = self._scheduler.reserve(handoff.request)
             self._inputs.update(self._scheduler.pop_changed())  # of requests that made way
             if not reserved:
                 self._scheduler.line_end = handoff.request.order
                 return
-            self._pending.remove(handoff)
+            self.pending.remove(handoff)
             self._begin(handoff)
-
-    def _is_on_its_way(self, request: Request) -> bool:
-        """Return True while another request receives the same cross table: wait for the table, instead of a second
-        transfer."""
-        return self._blocks.awaits_cross(request.encoder_content)
 
     def _begin(self, handoff: KvHandoff) -> None:
         """Start a reserved handoff: grant the missing ranges."""
@@ -194,7 +189,7 @@ class KvReceiver:
         handoff.state = KvHandoffState.RESERVED
         handoff.tokens, handoff.cross = TokenRanges(num_cached, num_tokens), TokenRanges(0, num_rows)
         handoff.num_parts = 0
-        self._reserved.append(handoff)
+        self.reserved.append(handoff)
         request.recorder.end("queue")
         request.recorder.start("handoff")
         self.counters["prefill_handoff_cached_tokens"] += num_cached
@@ -210,15 +205,6 @@ class KvReceiver:
         request_id, first, cross_cached = handoff.request.request_id, handoff.tokens.first, handoff.cross.last == 0
         key = request_id, KV_INPUT_ID, handoff.attempt
         self._emit(Grant(*key, "granted", None, first, cross_cached, handoff.num_parts))
-
-    @property
-    def num_pending(self) -> int:
-        """Offers of known requests that wait for blocks. `early` has the offers of unknown requests."""
-        return len(self._pending)
-
-    @property
-    def num_reserved(self) -> int:
-        return len(self._reserved)
 
     # --- parts
 
@@ -270,7 +256,7 @@ class KvReceiver:
         """Start a request with complete KV, as if computed here."""
         request = handoff.request
         handoff.state = KvHandoffState.STARTED
-        self._reserved.remove(handoff)
+        self.reserved.remove(handoff)
         self.counters["prefill_handoffs"] += 1
         request.sequences[0].num_computed_tokens = request.num_handoff_tokens
         request.awaits_kv = False
@@ -284,13 +270,13 @@ class KvReceiver:
 
     def next_deadline_s(self) -> float | None:
         early_s = self.early.next_deadline_s()
-        deadlines_s = [one.deadline_s for one in (*self._pending, *self._reserved)]
+        deadlines_s = [one.deadline_s for one in (*self.pending, *self.reserved)]
         return min(deadlines_s if early_s is None else [*deadlines_s, early_s], default=None)
 
     def expire(self, now_s: float) -> None:
         """End leases and offers past their deadline: the prompt has to be computed again."""
         self._emit(*self.early.expire(now_s))
-        for handoff in [one for one in (*self._pending, *self._reserved) if one.deadline_s <= now_s]:
+        for handoff in [one for one in (*self.pending, *self.reserved) if one.deadline_s <= now_s]:
             what = "kv_leases_expired" if handoff.state is KvHandoffState.RESERVED else "kv_offers_expired"
             self.counters[what] += 1
             self._release(handoff)
@@ -300,9 +286,9 @@ class KvReceiver:
     def _release(self, handoff: KvHandoff) -> None:
         """End the current attempt, and free the blocks."""
         if handoff.state is KvHandoffState.OFFERED:
-            self._pending.remove(handoff)
+            self.pending.remove(handoff)
         elif handoff.state is KvHandoffState.RESERVED:
-            self._reserved.remove(handoff)
+            self.reserved.remove(handoff)
             self._scheduler.release(handoff.request)
             handoff.request.recorder.end("handoff")
         else:
@@ -312,11 +298,11 @@ class KvReceiver:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless queues and states agree, and reservations match the blocks held."""
-        for state, listed in (KvHandoffState.OFFERED, self._pending), (KvHandoffState.RESERVED, self._reserved):
+        for state, listed in (KvHandoffState.OFFERED, self.pending), (KvHandoffState.RESERVED, self.reserved):
             inside = [one for one in self._handoffs.values() if one.state is state]
             if set(map(id, inside)) != set(map(id, listed)) or len(inside) != len(listed):
                 raise IntegrityError(f"{len(inside)} handoffs are {state.value}, {len(listed)} are listed")
-        if {one.request.request_id for one in self._reserved} != {one.request_id for one in self._scheduler.reserved}:
+        if {one.request.request_id for one in self.reserved} != {one.request_id for one in self._scheduler.reserved}:
             raise IntegrityError("the scheduler's reservations are not those of the handoffs")
         for handoff in self._handoffs.values():
             holds = handoff.request.sequences[0].sequence_id in self._blocks.tables
@@ -324,4 +310,4 @@ class KvReceiver:
                 raise IntegrityError(f"a handoff that is {handoff.state.value} has blocks, or should have some")
 
     def is_empty(self) -> bool:
-        return not (self._handoffs or self._pending or self.early)
+        return not (self._handoffs or self.pending or self.early)

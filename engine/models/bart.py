@@ -27,7 +27,7 @@ from engine.state.spec import DecoderSpec
 POSITION_OFFSET = 2
 """Rows of the position table before that of position 0: a padding row and the one after it, never used."""
 
-DECODER_LAYOUT = CheckpointLayout(
+_LAYOUT = CheckpointLayout(
     prefixes={
         "model.decoder.": "",
         "decoder.": "",
@@ -38,14 +38,13 @@ DECODER_LAYOUT = CheckpointLayout(
     },
     ignored=("decoder.version",),  # written by the first converters
 )
-CHECKPOINT_PARTS = {
+_CHECKPOINT_PARTS = {
     "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "self_out_proj": ("self_attn.out_proj",),
     "cross_q_proj": ("encoder_attn.q_proj",),
     "cross_kv_proj": ("encoder_attn.k_proj", "encoder_attn.v_proj"),
     "cross_out_proj": ("encoder_attn.out_proj",),
 }
-"""The checkpoint's names of attention layers; Whisper's are the same."""
 
 
 def build(info: ModelInfo) -> BartDecoder:
@@ -55,14 +54,13 @@ def build(info: ModelInfo) -> BartDecoder:
     return BartDecoder(info, pre_norm=info.family.name == "mbart", has_logits_bias=has_bias)
 
 
-class BartDecoder(DecoderModel):
-    """Learned positions, added in `forward`, and a norm over the sum; cross-attention to the encoder's tokens.
+class LayeredDecoder(DecoderModel):
+    """The frame of BART's and Whisper's decoders: learned positions, and `layers` with cross-attention to the encoder.
 
-    With `pre_norm` (mBART) each block is normed before it instead of after its residual, and the last one after it.
-    `has_logits_bias` says whether the checkpoint holds the bias of the output head; it is zero otherwise.
+    With `pre_norm` each block is normed before it instead of after its residual, and the last one after it.
     """
 
-    def __init__(self, info: ModelInfo, *, pre_norm: bool, has_logits_bias: bool) -> None:
+    def __init__(self, info: ModelInfo, layout: CheckpointLayout, num_positions: int, *, pre_norm: bool) -> None:
         super().__init__()
         config = info.config
         hidden_size, num_heads, vocab_size = config["d_model"], config["decoder_attention_heads"], config["vocab_size"]
@@ -76,24 +74,55 @@ class BartDecoder(DecoderModel):
             max_model_len=info.max_model_len,
             num_cross_layers=config["decoder_layers"],
         )
-        self.layout = DECODER_LAYOUT
-        self.scale = math.sqrt(hidden_size) if config.get("scale_embedding") else 1.0
-        self._has_logits_bias = has_logits_bias
-        tied = is_tied(info, default=True)
+        self.layout = layout
         self.embed_tokens = nn.Embedding(vocab_size, hidden_size)
-        self.embed_positions = nn.Embedding(config["max_position_embeddings"] + POSITION_OFFSET, hidden_size)
-        self.layernorm_embedding = nn.LayerNorm(hidden_size)
+        self.embed_positions = nn.Embedding(num_positions, hidden_size)
         act = config.get("activation_function", "gelu")
         self.layers = nn.ModuleList(
             BartLayer(self.spec, config["decoder_ffn_dim"], act, index, pre_norm=pre_norm)
             for index in range(self.spec.num_layers)
         )
         self.layer_norm = nn.LayerNorm(hidden_size) if pre_norm else None
-        self.lm_head = None if tied else Linear(hidden_size, vocab_size, bias=False)
-        self.final_logits_bias = nn.Parameter(torch.empty(1, vocab_size))
+        self.lm_head = None if is_tied(info, default=True) else Linear(hidden_size, vocab_size, bias=False)
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        embeddings = F.embedding(input_ids, self.embed_tokens.weight)
+        return F.embedding(input_ids, self.embed_tokens.weight)
+
+    def run_layers(self, hidden: Tensor, attention: AttentionContext) -> Tensor:
+        """Run all layers and the last norm: [num_tokens, hidden_size] -> the same shape."""
+        for layer in self.layers:
+            hidden = layer(hidden, attention)
+        output: Tensor = hidden if self.layer_norm is None else self.layer_norm(hidden)
+        return output
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        return linear(hidden, head.weight)
+
+    def project_cross(self, layer: int, encoder_output: Tensor) -> tuple[Tensor, Tensor]:
+        projected = self.layers[layer].get_submodule("cross_kv_proj")(encoder_output)
+        return split_key_value(projected, self.spec)
+
+    def sources(self) -> Sources:
+        return fused_sources(self, _CHECKPOINT_PARTS)
+
+
+class BartDecoder(LayeredDecoder):
+    """Positions are added in `forward`, with a norm over the sum; mBART norms before each block.
+
+    `has_logits_bias` says whether the checkpoint holds the bias of the output head; it is zero otherwise.
+    """
+
+    def __init__(self, info: ModelInfo, *, pre_norm: bool, has_logits_bias: bool) -> None:
+        num_positions = info.config["max_position_embeddings"] + POSITION_OFFSET
+        super().__init__(info, _LAYOUT, num_positions, pre_norm=pre_norm)
+        self.scale = math.sqrt(self.spec.hidden_size) if info.config.get("scale_embedding") else 1.0
+        self._has_logits_bias = has_logits_bias
+        self.layernorm_embedding = nn.LayerNorm(self.spec.hidden_size)
+        self.final_logits_bias = nn.Parameter(torch.empty(1, self.spec.vocab_size))
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        embeddings = super().embed(input_ids)
         return embeddings if self.scale == 1.0 else embeddings.mul_(self.scale)
 
     def forward(
@@ -104,22 +133,13 @@ class BartDecoder(DecoderModel):
         encoder_rows: EncoderRows | None = None,
     ) -> Tensor:
         hidden = embeddings + F.embedding(positions + POSITION_OFFSET, self.embed_positions.weight)
-        hidden = self.layernorm_embedding(hidden)
-        for layer in self.layers:
-            hidden = layer(hidden, attention)
-        output: Tensor = hidden if self.layer_norm is None else self.layer_norm(hidden)
-        return output
+        return self.run_layers(self.layernorm_embedding(hidden), attention)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return linear(hidden, head.weight).add_(self.final_logits_bias)
-
-    def project_cross(self, layer: int, encoder_output: Tensor) -> tuple[Tensor, Tensor]:
-        projected = self.layers[layer].get_submodule("cross_kv_proj")(encoder_output)
-        return split_key_value(projected, self.spec)
+        return super().logits(hidden).add_(self.final_logits_bias)
 
     def sources(self) -> Sources:
-        sources = fused_sources(self, CHECKPOINT_PARTS)
+        sources = super().sources()
         if not self._has_logits_bias:
             sources["final_logits_bias"] = (Zeros(1),)
         return sources

@@ -58,7 +58,7 @@ class Checkpoint:
         if dtype == out.dtype and out.device.type == "cpu":
             _read_exactly(file, flat, entry)
         else:
-            for piece in _pieces(flat, dtype):
+            for piece in torch.split(flat, _STAGING_BYTES // dtype.itemsize):
                 staging = torch.empty(len(piece), dtype=dtype)
                 _read_exactly(file, staging, entry)
                 piece.copy_(staging)
@@ -78,7 +78,3 @@ def _read_exactly(file: FileIO, out: Tensor, entry: TensorEntry) -> None:
         if not count:
             raise CheckpointError(f"{entry.path} ended {len(target) - done} bytes early")
         done += count
-
-
-def _pieces(flat: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    return torch.split(flat, _STAGING_BYTES // dtype.itemsize)

@@ -35,8 +35,8 @@ def load_decoder(
     model = make_decoder(info)
     if load_format == "dummy":
         return model, draw_weights(model, device, dtype)
-    tied_heads = tuple({"lm_head.weight", "proj_out.weight"} - dict(model.named_parameters()).keys())
-    report = load_weights(model, model.sources(), model.layout, info, device, dtype, unused=tied_heads)
+    tied = () if "lm_head.weight" in dict(model.named_parameters()) else ("lm_head.weight",)
+    report = load_weights(model, model.sources(), model.layout, info, device, dtype, unused=tied)
     return model, report
 
 

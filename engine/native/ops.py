@@ -6,8 +6,6 @@ Callers ask `serves` first: the tensors must be bfloat16, on a CPU, with rows th
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Final
 
 import torch
@@ -47,23 +45,6 @@ def enable() -> None:
 
 def is_enabled() -> bool:
     return _enabled
-
-
-def disable() -> None:
-    """Use PyTorch alone from now on, except in existing attention backends."""
-    global _enabled
-    _enabled = False
-
-
-@contextmanager
-def disabled() -> Iterator[None]:
-    """PyTorch alone, for comparison."""
-    global _enabled
-    before, _enabled = _enabled, False
-    try:
-        yield
-    finally:
-        _enabled = before
 
 
 def serves(x: Tensor) -> bool:

@@ -253,7 +253,7 @@ class Receiver:
             passed = item.end is not None and item.end <= computed
             assert passed, "given up before the prefill has passed it"
         assert ((name, number) in self.intake.granted) == (item.state is InputState.GRANTED)
-        waits = [pair for pair in self.intake._pending if pair[1] is item]
+        waits = [pair for pair in self.intake.pending if pair[1] is item]
         assert len(waits) == (item.state is InputState.OFFERED)
 
     def _check_content(self, item: RequestInput) -> None:

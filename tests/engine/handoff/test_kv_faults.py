@@ -146,7 +146,7 @@ def test_what_comes_twice_changes_nothing(desk: Desk, tiny_llama: ModelInfo) -> 
     assert desk.engine.stats()["prefill_handoff_tokens_total"] == 9
     for _ in range(2):
         assert desk.deliver(9, 13, part=1) == [Receipt("r", KV_INPUT_ID, 0, "stored", 1)]
-    assert desk.engine.kv_receiver.num_reserved == 0
+    assert len(desk.engine.kv_receiver.reserved) == 0
     assert desk.offer() == [Grant("r", KV_INPUT_ID, 0, "cached")], "it is here: nothing more is wanted"
     assert desk.finish() == expected(tiny_llama)
 
@@ -159,7 +159,7 @@ def test_a_newer_attempt_replaces_an_older_one(desk: Desk, tiny_llama: ModelInfo
     assert desk.deliver(9, 13) == [Receipt("r", KV_INPUT_ID, 0, "expired")]
     assert desk.offer(attempt=1) == [Grant("r", KV_INPUT_ID, 1, "cancelled")]
     desk.deliver(9, 13, attempt=2)
-    assert desk.engine.kv_receiver.num_reserved == 1, "what the older one has sent does not count"
+    assert len(desk.engine.kv_receiver.reserved) == 1, "what the older one has sent does not count"
     desk.deliver(0, 9, attempt=2)
     assert desk.finish() == expected(tiny_llama)
 
@@ -358,7 +358,7 @@ def test_who_waited_for_equal_content_gets_its_own_when_the_first_is_aborted(tin
     pair.add(second)
     while pair.transfers[first.name].part < 3:
         pair.step()
-    assert pair.receiver.engine.kv_receiver.num_reserved == 1
+    assert len(pair.receiver.engine.kv_receiver.reserved) == 1
     pair.give_up(first.name)
     expected = run(quick_engine(tiny_speech), [second], watch=False).tokens
     assert pair.finish() == expected
