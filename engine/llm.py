@@ -137,7 +137,9 @@ class LLM:
         self.text = TextProcessor(self.info)
         # The encoder first: the decoder's pools take what is left. And in one process nobody gets lost: grants do not
         # run out, however slow the encoder is.
-        self.encoder = self._make_encoder() if self.info.media_kind else None
+        self.encoder: EncoderEngine | None = None
+        if self.info.media_kind:
+            self.encoder = EncoderEngine(self.info, self.config, "llm", memory_share=ENCODER_SHARE)
         beside = self.encoder.taken_bytes if self.encoder is not None else 0
         self.decoder = DecoderEngine(self.info, self.config, "llm", lease_s=math.inf, beside_bytes=beside)
         if self.encoder is not None:
@@ -146,9 +148,6 @@ class LLM:
         self._live: dict[str, _Live] = {}
         self._ids = itertools.count()
         self._outputs: list[RequestOutput] = []  # finished, not returned yet
-
-    def _make_encoder(self) -> EncoderEngine:
-        return EncoderEngine(self.info, self.config, "llm", memory_share=ENCODER_SHARE)
 
     # --- whole batches
 

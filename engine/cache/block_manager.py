@@ -16,7 +16,7 @@ in their order before the next forward pass.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -56,7 +56,8 @@ class BlockManager:
         self._block_of: dict[bytes, int] = {}  # the prefix cache
         self._hash_of: dict[int, bytes] = {}
         self._idle: OrderedDict[int | str, None] = OrderedDict()  # blocks and contents nobody holds, oldest first
-        self._num_idle_blocks = 0
+        self.num_cached = 0
+        """Blocks without a reader, kept for the next request with the same prefix or encoder content."""
         self._moves: list[BlockMove] = []
 
     # --- how much there is
@@ -64,16 +65,11 @@ class BlockManager:
     @property
     def num_free(self) -> int:
         """Blocks available to a new table: free blocks, and cached blocks without a reader."""
-        return self.pool.num_free + self._num_idle_blocks
+        return self.pool.num_free + self.num_cached
 
     @property
     def num_used(self) -> int:
-        return self.pool.num_used - self._num_idle_blocks
-
-    @property
-    def num_cached(self) -> int:
-        """Blocks without a reader, kept for the next request with the same prefix or encoder content."""
-        return self._num_idle_blocks
+        return self.pool.num_used - self.num_cached
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -177,7 +173,7 @@ class BlockManager:
             self.counters["cross_table_hits"] += 1
             if content in self._idle:
                 del self._idle[content]
-                self._num_idle_blocks -= len(entry.blocks)
+                self.num_cached -= len(entry.blocks)
         entry.readers.add(request_id)
         self._cross_of[request_id] = content
 
@@ -217,7 +213,7 @@ class BlockManager:
             return
         if entry.written:
             self._idle[content] = None
-            self._num_idle_blocks += len(entry.blocks)
+            self.num_cached += len(entry.blocks)
         else:
             self.pool.free(self._cross_tables.pop(content).blocks)
 
@@ -229,10 +225,7 @@ class BlockManager:
 
     def releasable_blocks(self, request_id: str, sequence_ids: Sequence[int]) -> int:
         """Return how many blocks freeing a request's tables would add to `num_free`."""
-        counts: dict[int, int] = {}
-        for name in sequence_ids:
-            for block in self.tables.get(name, ()):
-                counts[block] = counts.get(block, 0) + 1
+        counts = Counter(block for name in sequence_ids for block in self.tables.get(name, ()))
         own = sum(1 for block, count in counts.items() if self.pool.references(block) == count)
         content = self._cross_of.get(request_id)
         cross = self._cross_tables[content] if content is not None else None
@@ -297,7 +290,7 @@ class BlockManager:
         """Add a table to the holders of a block, idle or not."""
         if block in self._idle:
             del self._idle[block]
-            self._num_idle_blocks -= 1
+            self.num_cached -= 1
         else:
             self.pool.share([block])
 
@@ -307,7 +300,7 @@ class BlockManager:
         for block in reversed(blocks):
             if self.pool.references(block) == 1 and block in self._hash_of:
                 self._idle[block] = None
-                self._num_idle_blocks += 1
+                self.num_cached += 1
             else:
                 self.pool.free([block])
 
@@ -319,7 +312,7 @@ class BlockManager:
             if isinstance(name, int):
                 del self._block_of[self._hash_of.pop(name)]
                 self.counters["prefix_evictions"] += 1
-            self._num_idle_blocks -= len(blocks)
+            self.num_cached -= len(blocks)
             self.pool.free(blocks)
         return self.pool.allocate_run(count) if in_a_run else self.pool.allocate(count)
 
@@ -328,13 +321,9 @@ class BlockManager:
     def check_integrity(self) -> None:
         """Raise IntegrityError unless references, tables, caches and both pools add up."""
         self.pool.check_integrity()
-        counts: dict[int, int] = {}
         tables = [*self.tables.values(), *(entry.blocks for entry in self._cross_tables.values())]
-        for block in (block for table in tables for block in table):
-            counts[block] = counts.get(block, 0) + 1
         idle = [name for name in self._idle if isinstance(name, int)]
-        for block in idle:
-            counts[block] = counts.get(block, 0) + 1
+        counts = Counter(block for table in (*tables, idle) for block in table)
         if len(counts) != self.pool.num_used or any(self.pool.references(b) != n for b, n in counts.items()):
             raise IntegrityError(f"tables hold {len(counts)} blocks, {self.pool.num_used} are used, or counts differ")
         for content, entry in self._cross_tables.items():
@@ -342,8 +331,8 @@ class BlockManager:
             if readers != entry.readers or (not readers) != (content in self._idle):
                 raise IntegrityError(f"cross table {content} counts {len(entry.readers)} readers, has {len(readers)}")
         kept = [len(self._cross_tables[name].blocks) for name in self._idle if isinstance(name, str)]
-        if len(idle) + sum(kept) != self._num_idle_blocks:
-            raise IntegrityError(f"{len(idle) + sum(kept)} blocks are idle, {self._num_idle_blocks} counted")
+        if len(idle) + sum(kept) != self.num_cached:
+            raise IntegrityError(f"{len(idle) + sum(kept)} blocks are idle, {self.num_cached} counted")
         if self._block_of != {name: block for block, name in self._hash_of.items()}:
             raise IntegrityError("the prefix cache and its blocks do not agree")
         self.host.check_integrity()

@@ -9,6 +9,7 @@ Block 0 is never handed out: padding in block tables points to it, so a stray wr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -173,10 +174,8 @@ class HostTables:
         if self.pool is None:
             return
         self.pool.check_integrity()
-        counts: dict[int, int] = {}
-        for swapped in self.requests.values():
-            for block in (block for table in (*swapped.tables.values(), swapped.cross) for block in table):
-                counts[block] = counts.get(block, 0) + 1
+        tables = [table for swapped in self.requests.values() for table in (*swapped.tables.values(), swapped.cross)]
+        counts = Counter(block for table in tables for block in table)
         if len(counts) != self.pool.num_used or any(self.pool.references(b) != n for b, n in counts.items()):
             raise IntegrityError(f"swapped tables hold {len(counts)} host blocks, {self.pool.num_used} are used")
 

@@ -66,7 +66,10 @@ class EncoderCacheManager:
         if content_hash in self._entries:
             raise IntegrityError(f"content {content_hash} is in the cache already")
         while self.free_bytes < size_bytes and self._unreferenced:
-            self._evict_oldest()
+            oldest, _ = self._unreferenced.popitem(last=False)
+            self._unreferenced_bytes -= self._entries[oldest].size_bytes
+            self._remove(oldest)
+            self.evictions += 1
         if self.free_bytes < size_bytes:
             raise ValueError(f"{size_bytes} bytes asked for, {self.free_bytes} free of {self.capacity_bytes}")
         self._entries[content_hash] = _Entry(size_bytes, references={reference})
@@ -110,12 +113,6 @@ class EncoderCacheManager:
         else:
             self._unreferenced[content_hash] = None
             self._unreferenced_bytes += entry.size_bytes
-
-    def _evict_oldest(self) -> None:
-        content_hash, _ = self._unreferenced.popitem(last=False)
-        self._unreferenced_bytes -= self._entries[content_hash].size_bytes
-        self._remove(content_hash)
-        self.evictions += 1
 
     def _remove(self, content_hash: str) -> None:
         self.used_bytes -= self._entries.pop(content_hash).size_bytes
@@ -173,22 +170,16 @@ class OutputCache:
 
     def put(self, content_hash: str, item: ProcessedInput, tensor: torch.Tensor) -> None:
         """Keep an output if eviction can make room. `tensor` must own its memory."""
-        if content_hash in self._entries or not self._make_room(tensor.nbytes):
+        lent_bytes = sum(self._entries[name].tensor.nbytes for name in self._lent)
+        if content_hash in self._entries or tensor.nbytes > self.capacity_bytes - lent_bytes:
             return
+        for name in [name for name in self._entries if name not in self._lent]:
+            if self.used_bytes + tensor.nbytes <= self.capacity_bytes:
+                break
+            self.used_bytes -= self._entries.pop(name).tensor.nbytes
+            self.evictions += 1
         self._entries[content_hash] = KeptOutput(replace(item, arrays={}), tensor)
         self.used_bytes += tensor.nbytes
-
-    def _make_room(self, size_bytes: int) -> bool:
-        """Evict outputs if that frees enough memory; return whether there is enough now."""
-        lent_bytes = sum(self._entries[content_hash].tensor.nbytes for content_hash in self._lent)
-        if size_bytes > self.capacity_bytes - lent_bytes:
-            return False
-        for content_hash in [content_hash for content_hash in self._entries if content_hash not in self._lent]:
-            if self.used_bytes + size_bytes <= self.capacity_bytes:
-                break
-            self.used_bytes -= self._entries.pop(content_hash).tensor.nbytes
-            self.evictions += 1
-        return True
 
 
 def in_memory_of_its_own(tensor: torch.Tensor) -> torch.Tensor:

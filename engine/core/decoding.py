@@ -23,6 +23,7 @@ from common.telemetry import get_logger
 from engine.device.h2d import select_rows
 from engine.runner.decoder import DecoderRunner, PromptRows, StepOutput
 from engine.sampling.beam import BeamSearch, Hypothesis
+from engine.sampling.logprobs import describe_tokens
 from engine.sampling.pending import PendingTokens
 from engine.sampling.sampler import Sampler
 from engine.scheduler.decoder import DecoderScheduler
@@ -148,7 +149,12 @@ class Decoding:
         sampled_rows: list[int] = []
         for row in rows:
             sequence = output.sequences[row]
-            family = self._fork_all(sequence) if not sequence.request.forked else [sequence]
+            family, request = [sequence], sequence.request
+            if not request.forked:
+                request.forked = True
+                for index in range(1, request.sampling.n):
+                    request.sequences.append(self._fork(sequence, index))
+                family = request.sequences
             sampled += family
             sampled_rows += [row] * len(family)
         everyone = sampled_rows == list(range(len(output.logits)))
@@ -176,14 +182,6 @@ class Decoding:
             if one.logprob is not None:
                 sequence.logprob_sum += one.logprob.logprob
         return tokens
-
-    def _fork_all(self, first: Sequence) -> list[Sequence]:
-        """The prompt is computed: one sequence becomes `n`."""
-        request = first.request
-        request.forked = True
-        for index in range(1, request.sampling.n):
-            request.sequences.append(self._fork(first, index))
-        return request.sequences
 
     def _fork(self, parent: Sequence, index: int) -> Sequence:
         child = parent.fork(index)
@@ -231,14 +229,10 @@ class Decoding:
         sampling = request.sampling
         ends = sampling.stop_token_ids if sampling.ignore_eos else (*self._eos_token_ids, *sampling.stop_token_ids)
         longest = min(sampling.max_tokens, self._runner.max_model_len - len(request.prompt))
-        while longest > 1 and not self._beams_fit(request, longest):
-            longest -= self._blocks.block_size
+        num_prompt, width, rows = len(request.prompt), sampling.beam_width, request.num_encoder_tokens
+        while longest > 1 and not self._blocks.fits_ever(num_prompt, [num_prompt + longest] * width, rows):
+            longest -= self._blocks.block_size  # until the whole pool holds all beams
         return BeamSearch(sampling, ends, max(1, longest))
-
-    def _beams_fit(self, request: Request, num_output_tokens: int) -> bool:
-        """Whether the whole pool holds all beams with so many tokens."""
-        lengths = [len(request.prompt) + num_output_tokens] * request.sampling.beam_width
-        return self._blocks.fits_ever(len(request.prompt), lengths, request.num_encoder_tokens)
 
     def _add_prompt_logprobs(self, rows: PromptRows) -> None:
         """Add log-probabilities of the tokens after the present step's tokens; media tokens have none."""
@@ -259,7 +253,7 @@ class Decoding:
             tokens = [0 if media[i] else request.prompt[position] for i, position in enumerate(positions)]
             offset = first - 1 - rows.first  # the logits for a token are those of the one before it
             logits = self._runner.logits(rows.hidden[offset : offset + len(tokens)])
-            found = self._sampler.prompt_logprobs(logits, tokens, count)
+            found = describe_tokens(logits, tokens, [count] * len(tokens))
             known += [None if is_media else one for is_media, one in zip(media, found, strict=True)]
 
 

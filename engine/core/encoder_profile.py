@@ -69,18 +69,22 @@ def measure_batch(
     """
     deadline_s = time.monotonic() + TIME_S if device.type == "cpu" else math.inf
     build: Callable[[ModelInfo], Processor] = pkgutil.resolve_name(info.family.processor)
-    processor, sizes = build(info), []
+    processor, name = build(info), str(dtype).removeprefix("torch.")
+    sizes: list[int | None] = []
     item, took_s, whole = None, 0.0, info.media_kind != "image"
     for media in _media(info):
         began_s = time.monotonic()
-        larger = _process(processor, media, dtype)
+        arrays, layout, shape = processor(media)
+        larger = ProcessedInput(arrays, layout, shape, name, math.prod(shape) * ITEM_BYTES[name])
         if item is not None and _array_bytes(larger) <= _array_bytes(item):
             whole = True
             break
         if item is not None and began_s + GROWTH * took_s > deadline_s:
             break
         item = larger
-        sizes.append(_measure(encoder, item, device, deadline_s))
+        with PeakMemory(device) as peak, one_layer_of_each_stack(encoder.module, deadline_s):
+            encoder.encode([item])
+        sizes.append(peak.size_bytes)
         took_s = time.monotonic() - began_s
     release_free_memory(device)
     known = [size for size in sizes if size is not None]
@@ -91,18 +95,6 @@ def measure_batch(
     item_bytes = int(item.size_bytes * factor)
     num_items = max(1, min(max_items, max_bytes // item_bytes))
     return BatchProfile(known[0], int(known[-1] * factor) * num_items, num_items, item_bytes)
-
-
-def _measure(encoder: EncoderModel, item: ProcessedInput, device: torch.device, deadline_s: float) -> int | None:
-    with PeakMemory(device) as peak, one_layer_of_each_stack(encoder.module, deadline_s):
-        encoder.encode([item])
-    return peak.size_bytes
-
-
-def _process(processor: Processor, media: bytes, dtype: torch.dtype) -> ProcessedInput:
-    name = str(dtype).removeprefix("torch.")
-    arrays, layout, shape = processor(media)
-    return ProcessedInput(arrays, layout, shape, name, math.prod(shape) * ITEM_BYTES[name])
 
 
 def _array_bytes(item: ProcessedInput) -> int:

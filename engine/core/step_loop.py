@@ -116,7 +116,8 @@ class StepLoop:
             return step
         launched = self._launch(output)
         self._collect(launched)
-        if self._may_outgrow_the_pool(launched):
+        alive = _requests_of(sequence for sequence in launched.sequences if self._is_alive(sequence))
+        if not all(map(self._output.fits_ever, alive)):  # a request may outgrow the pool
             self._collect()
         return step
 
@@ -227,10 +228,6 @@ class StepLoop:
             return output
         sequences = [output.sequences[row] for row in rows]
         return StepOutput(sequences, select_rows(output.logits, rows), output.prompt_rows)
-
-    def _may_outgrow_the_pool(self, flight: TokensInFlight) -> bool:
-        alive = _requests_of(sequence for sequence in flight.sequences if self._is_alive(sequence))
-        return not all(map(self._output.fits_ever, alive))
 
     # --- ends
 

@@ -1,4 +1,4 @@
-"""How a fixed sequence of device work is recorded once and done again: by CUDA graphs, or by plain calls."""
+"""How a fixed sequence of device work is recorded once and done again: by CUDA graphs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,6 @@ class Recorder(Protocol):
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Return a function that repeats `work` on the present inputs and returns its output. Calls `work` at least
         once. An output is valid until another recording runs."""
-
-
-class PlainRecorder:
-    """Repeat the work by calling the function: the same path on a device without recording."""
-
-    def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        work()
-        return work
 
 
 class CudaRecorder:

@@ -268,7 +268,10 @@ class InputReceiver:
         """
 
         def may_release(pair: tuple[Request, RequestInput]) -> bool:
-            return _grant_order(pair) > _grant_order(first) and (not only_blocked or _is_blocked(*pair))
+            if _grant_order(pair) <= _grant_order(first):
+                return False
+            reachable = pair[0].num_computable_tokens(pair[0].sequences[0])  # else another input has to come before
+            return not only_blocked or pair[1].start is None or pair[1].start >= reachable
 
         ready = sorted(self._ready_inputs(), key=_grant_order, reverse=True)
         kept = {pair[1].slot.content_hash for pair in ready if not may_release(pair)}
@@ -365,8 +368,3 @@ class InputReceiver:
 
 def _grant_order(pair: tuple[Request, RequestInput]) -> tuple[tuple[int, int], int]:
     return pair[0].order, pair[1].slot.input_id
-
-
-def _is_blocked(request: Request, item: RequestInput) -> bool:
-    """Return True if the prefill cannot reach this input before another input has come."""
-    return item.start is None or item.start >= request.num_computable_tokens(request.sequences[0])

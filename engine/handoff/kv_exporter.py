@@ -58,16 +58,15 @@ class KvExporter:
     def settle(self) -> list[Request]:
         """Emit KvReady for prefills that have begun and lack no input. Returns prefills that end now."""
         finished = []
-        for request in [one for one in self._unready.values() if self._is_ready(one)]:
+        for request in list(self._unready.values()):
+            begun = request.sequences[0].sequence_id in self._blocks.tables
+            if not begun or not request.is_prompt_known or request.next_missing_input is not None:
+                continue
             del self._unready[request.request_id]
             self._emit(KvReady(request.request_id, self._expectation.describe(request), request.attempt))
             if not self._blocks.needs_writing(request.request_id):
                 finished += self._report(request)
         return finished
-
-    def _is_ready(self, request: Request) -> bool:
-        begun = request.sequences[0].sequence_id in self._blocks.tables
-        return begun and request.is_prompt_known and request.next_missing_input is None
 
     def report(self, step: ScheduledStep) -> list[Request]:
         """Emit progress after a step, for tokens computed or back from the host. Returns prefills that end now."""

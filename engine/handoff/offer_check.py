@@ -124,7 +124,10 @@ class KvOfferCheck:
         if len(offer.layouts) != len(request.inputs):
             return f"{len(offer.layouts)} input layouts, the request has {len(request.inputs)} inputs"
         for item, layout in zip(request.inputs, offer.layouts, strict=True):
-            fault = self._input_fault(item, layout)
+            if item.offer is not None and item.offer.layout != layout:
+                fault: str | None = "it has been offered with another layout"
+            else:
+                fault = self.inputs.fault(self.input_offer(item, layout))
             if fault is not None:
                 return f"input {item.slot.input_id}: {fault}"
         rows = sum(layout.num_encoder_tokens for layout in offer.layouts) if request.cross_attention else 0
@@ -134,11 +137,6 @@ class KvOfferCheck:
         if offer.num_tokens != num_tokens:
             return f"keys and values of {offer.num_tokens} tokens, the request needs those of {num_tokens}"
         return None
-
-    def _input_fault(self, item: RequestInput, layout: InputLayout) -> str | None:
-        if item.offer is not None and item.offer.layout != layout:
-            return "it has been offered with another layout"
-        return self.inputs.fault(self.input_offer(item, layout))
 
     def input_offer(self, item: RequestInput, layout: InputLayout) -> Offer:
         """Return the offer, made by nobody, of an input that was prefilled elsewhere."""

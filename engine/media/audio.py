@@ -31,7 +31,12 @@ def decode_audio(media: bytes, sampling_rate: int, max_seconds: float) -> npt.ND
     if len(samples) > limit:
         message = f"the clip is {announced / own_rate:.2f} s long; at most {max_seconds:g} s are accepted"
         raise TriptychError("bad_media", message)
-    return _resampled(samples.mean(axis=1), own_rate, sampling_rate)
+    if len(samples) == 0:
+        raise TriptychError("bad_media", "the sound has no samples")
+    mono: npt.NDArray[np.float32] = samples.mean(axis=1)
+    if not np.isfinite(mono).all():
+        raise TriptychError("bad_media", "the sound has samples that are not finite numbers")
+    return mono if own_rate == sampling_rate else soxr.resample(mono, own_rate, sampling_rate)
 
 
 def _check_header(file: soundfile.SoundFile) -> int:
@@ -43,14 +48,3 @@ def _check_header(file: soundfile.SoundFile) -> int:
         message = f"the sound has {file.channels} channels; at most {MAX_CHANNELS} are accepted"
         raise TriptychError("bad_media", message)
     return int(file.samplerate)
-
-
-def _resampled(samples: npt.NDArray[np.float32], own_rate: int, sampling_rate: int) -> npt.NDArray[np.float32]:
-    if len(samples) == 0:
-        raise TriptychError("bad_media", "the sound has no samples")
-    if not np.isfinite(samples).all():
-        raise TriptychError("bad_media", "the sound has samples that are not finite numbers")
-    if own_rate == sampling_rate:
-        return samples
-    resampled: npt.NDArray[np.float32] = soxr.resample(samples, own_rate, sampling_rate)
-    return resampled

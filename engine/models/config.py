@@ -55,6 +55,7 @@ def read_text_config(info: ModelInfo) -> TextConfig:
     num_heads = int(json["num_attention_heads"])
     rope = _rope(json)
     mrope_section = _MROPE_SECTIONS.get(info.family.name)
+    axes: Any = rope.get("mrope_section", mrope_section)  # time, height, width
     kind = str(json.get("model_type") or info.family.name)
     qwen2, qwen3 = kind.startswith("qwen2"), kind.startswith("qwen3")
     biased = bool(json.get("attention_bias", False)) and not qwen2
@@ -69,7 +70,7 @@ def read_text_config(info: ModelInfo) -> TextConfig:
         rms_norm_eps=float(json.get("rms_norm_eps", 1e-6)),
         max_position_embeddings=int(json["max_position_embeddings"]),
         rope=rope,
-        mrope_section=mrope_section and _three(rope.get("mrope_section", mrope_section)),
+        mrope_section=mrope_section and (int(axes[0]), int(axes[1]), int(axes[2])),
         mrope_interleaved=info.family.name == "qwen3_vl",
         qkv_bias=biased or qwen2,
         o_bias=biased,
@@ -121,8 +122,3 @@ def _windows(json: dict[str, Any], kind: str, max_model_len: int) -> tuple[int |
     if window is None or window >= max_model_len:
         return (None,) * num_layers
     return tuple(int(window) if slides else None for slides in sliding)
-
-
-def _three(section: Any) -> tuple[int, int, int]:
-    time, height, width = section
-    return int(time), int(height), int(width)

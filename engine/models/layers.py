@@ -83,22 +83,18 @@ def use_layer_kernels(device: torch.device, attention_backend: str) -> bool:
     try:
         from engine.native import fused
 
-        _try_layers(fused, device)
+        # Each kernel is compiled and run once; the device is waited for.
+        x = torch.ones(1, _TRIAL_SIZE, dtype=torch.float16, device=device)
+        fused.add_rms_norm(x, x.clone(), x[0].clone(), 1e-5)
+        fused.silu_mul(x)
+        fused.rotate(x[:, None], x[:, None].clone(), x[:, None].clone())
+        torch.cuda.synchronize(device)
     except Exception as error:  # of an import, a compiler or a driver: their exceptions are documented nowhere
         reason = f"Triton does not run ({in_one_line(error)}); it comes with PyTorch for CUDA and needs gcc or clang"
         log.warning("small layers are computed by PyTorch alone, which is slower", reason=reason)
         return False
     _on_cuda = fused
     return True
-
-
-def _try_layers(kernels: LayerKernels, device: torch.device) -> None:
-    """Compile and run each kernel once. Waits for the device."""
-    x = torch.ones(1, _TRIAL_SIZE, dtype=torch.float16, device=device)
-    kernels.add_rms_norm(x, x.clone(), x[0].clone(), 1e-5)
-    kernels.silu_mul(x)
-    kernels.rotate(x[:, None], x[:, None].clone(), x[:, None].clone())
-    torch.cuda.synchronize(device)
 
 
 class Linear(nn.Linear):

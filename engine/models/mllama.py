@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.model_info import ModelInfo
-from engine.models.base import AttentionContext, CheckpointLayout, DecoderModel, EncoderRows, Sources, fused_sources
+from engine.models.base import AttentionContext, CheckpointLayout, EncoderRows, Sources, fused_sources
 from engine.models.config import TextConfig, read_text_config
-from engine.models.layers import Linear, RMSNorm, Rotary, linear, silu_mul
-from engine.models.llama import CHECKPOINT_PARTS, LlamaLayer
-from engine.state.spec import DecoderSpec
+from engine.models.layers import Linear, RMSNorm, silu_mul
+from engine.models.llama import CHECKPOINT_PARTS, LlamaDecoder, LlamaLayer
 
 EXTRA_EMBEDDINGS = 8
 """Tokens that are read but never generated, the picture's placeholder first."""
@@ -44,26 +44,17 @@ def build(info: ModelInfo) -> MllamaDecoder:
     return MllamaDecoder(config, cross_layers, max_model_len=info.max_model_len)
 
 
-class MllamaDecoder(DecoderModel):
+class MllamaDecoder(LlamaDecoder):
     """Layers stand in a single list, as in the checkpoint; caches count the layers of each kind from 0."""
 
-    layout = _LAYOUT
-
     def __init__(self, config: TextConfig, cross_layers: frozenset[int], *, max_model_len: int) -> None:
-        super().__init__()
-        self.spec = DecoderSpec(
+        super().__init__(replace(config, tied=False), max_model_len=max_model_len, layout=_LAYOUT)
+        self.spec = replace(
+            self.spec,
             num_layers=config.num_layers - len(cross_layers),
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            hidden_size=config.hidden_size,
-            vocab_size=config.vocab_size,
-            max_model_len=max_model_len,
             num_cross_layers=len(cross_layers),
             extra_embeddings=EXTRA_EMBEDDINGS,
-            windows=tuple(dict.fromkeys(config.windows)),
         )
-        self.rotary = Rotary(config)
         self.embed_tokens = nn.Embedding(self.spec.num_embeddings, config.hidden_size)
         self.layers = nn.ModuleList()
         self.cross_layers: list[CrossLayer] = []
@@ -73,11 +64,6 @@ class MllamaDecoder(DecoderModel):
                 self.layers.append(self.cross_layers[-1])
             else:
                 self.layers.append(LlamaLayer(config, index - len(self.cross_layers)))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-
-    def embed(self, input_ids: Tensor) -> Tensor:
-        return F.embedding(input_ids, self.embed_tokens.weight)
 
     def forward(
         self,
@@ -95,9 +81,6 @@ class MllamaDecoder(DecoderModel):
                 hidden, residual = layer(hidden if residual is None else hidden.add_(residual), attention), None
         normed: Tensor = self.norm(hidden, residual)
         return normed
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return linear(hidden, self.lm_head.weight)
 
     def project_cross(self, layer: int, encoder_output: Tensor) -> tuple[Tensor, Tensor]:
         return self.cross_layers[layer].project(encoder_output)

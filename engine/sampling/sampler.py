@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from common.errors import ErrorInfo, TriptychError
-from common.messages import TokenLogprob
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
 from engine.device.h2d import select_rows, send
@@ -81,10 +80,6 @@ class Sampler:
         """Return why a sequence cannot go on after its last step; None if the sequence can."""
         grammar = self._state(sequence).grammar
         return grammar.error if grammar is not None else None
-
-    def prompt_logprobs(self, logits: torch.Tensor, next_token_ids: Sequence[int], count: int) -> list[TokenLogprob]:
-        """Return log-probabilities of a prompt, from logits [num_tokens, vocab_size] and the following tokens."""
-        return describe_tokens(logits, next_token_ids, [count] * len(next_token_ids))
 
     def check(self, sampling: SamplingParams) -> None:
         """Raise TriptychError("invalid_request") naming the field where a request's rules cannot be followed here."""

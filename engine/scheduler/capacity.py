@@ -6,6 +6,8 @@ until the blocks are given up for another request, so nothing here is remembered
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from common.errors import ErrorInfo
 from engine.cache.block_manager import BlockManager
 from engine.state.prefix import extend_hashes
@@ -54,10 +56,13 @@ class Capacity:
         """Return True for a request that lacks only memory."""
         return request.awaits_kv or self._blocks.is_swapped(request.request_id) or self._coverage.has_all(request)
 
-    def has_place(self, request: Request, wanted: int) -> bool:
-        """Return True if slots and blocks are free for a waiting request and the next `wanted` tokens."""
-        slots = sum(other.num_slots for other in (*self._running, *self._reserved)) + request.num_slots
-        return slots <= self._max_num_seqs and self._missing_blocks(request, wanted) <= self._blocks.num_free
+    def has_place(self, request: Request, wanted: int, givers: Sequence[Request] = ()) -> bool:
+        """Return True if slots and blocks are free for a waiting request and the next `wanted` tokens, or would be
+        without the `givers`."""
+        held = sum(self._blocks.releasable_blocks(other.request_id, other.sequence_ids) for other in givers)
+        holders = [other for other in (*self._running, *self._reserved) if other not in givers]
+        slots = sum(other.num_slots for other in holders) + request.num_slots
+        return slots <= self._max_num_seqs and self._missing_blocks(request, wanted) <= self._blocks.num_free + held
 
     def _missing_blocks(self, request: Request, wanted: int) -> int:
         if self._blocks.is_swapped(request.request_id):
@@ -85,14 +90,7 @@ class Capacity:
         """Return True if slots and blocks are free, or would be after the `givers` had made way."""
         if self.has_place(request, wanted):
             return True
-        return self.holds_the_line(request) and self.has_place_without(self.givers(request), request, wanted)
-
-    def has_place_without(self, givers: list[Request], request: Request, wanted: int) -> bool:
-        """Return True if slots and blocks would be free without the `givers`."""
-        held = sum(self._blocks.releasable_blocks(other.request_id, other.sequence_ids) for other in givers)
-        holders = [other for other in (*self._running, *self._reserved) if other not in givers]
-        slots = sum(other.num_slots for other in holders) + request.num_slots
-        return slots <= self._max_num_seqs and self._missing_blocks(request, wanted) <= self._blocks.num_free + held
+        return self.holds_the_line(request) and self.has_place(request, wanted, self.givers(request))
 
     def givers(self, request: Request) -> list[Request]:
         """Running requests that make way: of a lower priority, or waiting for the first input (with little to lose)."""

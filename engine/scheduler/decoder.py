@@ -331,7 +331,10 @@ class DecoderScheduler:
             self.blocks.swap_out(request.request_id, request.sequence_ids)
             self.counters["preemptions_by_swap"] += 1
         else:
-            self._forget_computed(request)
+            self._free_tables(request)
+            for sequence in request.sequences:
+                sequence.num_lost_tokens = max(sequence.num_lost_tokens, sequence.num_computed_tokens)
+                sequence.num_computed_tokens = sequence.num_remembered = 0
             self._rewind_inputs(request)
         request.num_preemptions += 1
         self.counters["preemptions"] += 1
@@ -344,12 +347,6 @@ class DecoderScheduler:
             return False
         consumed = any(item.state is InputState.CONSUMED for item in request.inputs)
         return self.preemption == "swap" or consumed or request.prefilled or len(request.sequences) > 1
-
-    def _forget_computed(self, request: Request) -> None:
-        self._free_tables(request)
-        for sequence in request.sequences:
-            sequence.num_lost_tokens = max(sequence.num_lost_tokens, sequence.num_computed_tokens)
-            sequence.num_computed_tokens = sequence.num_remembered = 0
 
     def _free_tables(self, request: Request) -> None:
         for sequence in request.sequences:
@@ -370,7 +367,7 @@ class DecoderScheduler:
             if wanted <= 0 or self.capacity.would_make_way(request):
                 continue
             later = sorted((one for one in self.running if one.order > request.order), key=lambda one: one.order)
-            if later and self.capacity.has_place_without(later, request, wanted):
+            if later and self.capacity.has_place(request, wanted, later):
                 while later and not self.capacity.has_place(request, wanted):
                     self.preempt(later.pop())
                 self._first = request

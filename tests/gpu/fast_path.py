@@ -22,7 +22,6 @@ import torch
 from common.sampling_params import SamplingParams
 from engine.attention.select import BACKENDS
 from engine.device.choice import DTYPES
-from engine.device.recorder import PlainRecorder
 from engine.encoders.attention import FLASH_NAME
 from engine.llm import LLM, Prompt
 from engine.sampling.sampler import Sampler, choose_on_device
@@ -30,6 +29,7 @@ from tests.engine.device.host_waits import HostWaits
 from tests.equality.cases import Case
 from tests.fake_flashinfer.installed import flashinfer_on_cpu
 from tests.gpu.device import DEVICE
+from tests.plain_recorder import PlainRecorder
 
 BATCHES = (1, 2, 4, 8)
 NUM_TOKENS = 12

@@ -18,11 +18,12 @@ from engine.attention.flashinfer.wrappers import RAGGED_WORKSPACE_BYTES, Workspa
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.select import choose_backend
 from engine.device.choice import DTYPES
-from engine.device.recorder import CudaRecorder, PlainRecorder
+from engine.device.recorder import CudaRecorder
 from engine.state.spec import HeadSpec
 from tests.engine.attention.paged import Paged, Shape, assert_equal, dense
 from tests.gpu.device import DEVICE, needs_gpu
 from tests.gpu.fast_path import flashinfer_here
+from tests.plain_recorder import PlainRecorder
 from tools.gpu_check.cases import CASES, AttentionCase
 
 pytestmark = needs_gpu

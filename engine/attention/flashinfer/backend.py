@@ -111,17 +111,8 @@ class FlashInferBackend(AttentionBackend):
         window: int | None,
     ) -> None:
         causal, (_, _, block_size, num_kv_heads, head_dim) = batch.metadata.causal, cache.shape
-        call = Call(
-            phase=batch.phase,
-            causal=causal,
-            num_heads=query.shape[1],
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            block_size=block_size,
-            dtype=query.dtype,
-            scale=scale,
-            window=window if causal else None,
-        )
+        heads, seen = HeadSpec(query.shape[1], num_kv_heads, head_dim), window if causal else None
+        call = Call(batch.phase, causal, heads, block_size, query.dtype, scale, seen)
         wrapper = self._wrappers.get(call)
         if wrapper is None:
             make = DecodeWrapper if batch.phase == "decode" else PrefillWrapper

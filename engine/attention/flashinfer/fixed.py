@@ -60,22 +60,10 @@ class FlashInferDecodePlan(DecodePlan):
         window = window if self.causal else None
         wrapper = self._wrappers.get((scale, window))
         if wrapper is None:
-            wrapper = DecodeWrapper(self._workspace, self._call(scale, window), self._fixed)
+            call = Call("decode", self.causal, self._heads, self.block_size, self._dtype, scale, window)
+            wrapper = DecodeWrapper(self._workspace, call, self._fixed)
             wrapper.bring_to(self._pages)
             self._wrappers[scale, window] = wrapper
         out = query.new_empty(query.shape)
         wrapper.run(query, cache, out)
         return out if self.causal else out.masked_fill_(self._blind, 0)
-
-    def _call(self, scale: float | None, window: int | None) -> Call:
-        return Call(
-            phase="decode",
-            causal=self.causal,
-            num_heads=self._heads.num_heads,
-            num_kv_heads=self._heads.num_kv_heads,
-            head_dim=self._heads.head_dim,
-            block_size=self.block_size,
-            dtype=self._dtype,
-            scale=scale,
-            window=window,
-        )

@@ -48,7 +48,7 @@ class FlashInferRagged:
         if reason is not None:
             self._reasons.warn(reason)
             return self._torch.run_ragged(query, key, value, batch.plan_of(self._torch), scale=scale, bias=bias)
-        call = RaggedCall(heads.num_heads, heads.num_kv_heads, heads.head_dim, query.dtype, scale)
+        call = RaggedCall(heads, query.dtype, scale)
         return self._planned(call, batch).run(query, key, value)
 
     def _planned(self, call: RaggedCall, batch: RaggedBatch) -> RaggedWrapper:

@@ -62,9 +62,7 @@ class Call:
 
     phase: Phase
     causal: bool
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    heads: HeadSpec
     block_size: int
     dtype: torch.dtype
     scale: float | None
@@ -156,7 +154,7 @@ class DecodeWrapper(PagedWrapper):
             workspace.buffer,
             LAYOUT,
             use_cuda_graph=fixed is not None,
-            use_tensor_cores=needs_tensor_cores(call.num_heads, call.num_kv_heads),
+            use_tensor_cores=needs_tensor_cores(call.heads.num_heads, call.heads.num_kv_heads),
             paged_kv_indptr_buffer=fixed and fixed.indptr,
             paged_kv_indices_buffer=fixed and fixed.indices,
             paged_kv_last_page_len_buffer=fixed and fixed.last_page_len,
@@ -173,9 +171,9 @@ class DecodeWrapper(PagedWrapper):
             pages.indptr,
             pages.indices,
             pages.last_page_len,
-            call.num_heads,
-            call.num_kv_heads,
-            call.head_dim,
+            call.heads.num_heads,
+            call.heads.num_kv_heads,
+            call.heads.head_dim,
             call.block_size,
             window_left=call.window_left,
             q_data_type=call.dtype,
@@ -199,9 +197,9 @@ class PrefillWrapper(PagedWrapper):
             pages.indptr,
             pages.indices,
             pages.last_page_len,
-            call.num_heads,
-            call.num_kv_heads,
-            call.head_dim,
+            call.heads.num_heads,
+            call.heads.num_kv_heads,
+            call.heads.head_dim,
             call.block_size,
             causal=call.causal,
             sm_scale=call.scale,
@@ -217,9 +215,7 @@ class PrefillWrapper(PagedWrapper):
 class RaggedCall:
     """Parameters of a plan over sequences laid end to end, beside their lengths."""
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    heads: HeadSpec
     dtype: torch.dtype
     scale: float | None
 
@@ -247,9 +243,9 @@ class RaggedWrapper(_Planned):
         self._wrapper.plan(
             starts,
             starts,
-            call.num_heads,
-            call.num_kv_heads,
-            call.head_dim,
+            call.heads.num_heads,
+            call.heads.num_kv_heads,
+            call.heads.head_dim,
             causal=False,
             sm_scale=call.scale,
             q_data_type=call.dtype,

@@ -11,12 +11,12 @@ import torch
 
 from common.model_info import ModelInfo, load_model_info
 from engine.core.decoder_engine import DecoderEngine
-from engine.device.recorder import PlainRecorder
 from engine.sampling.sampler import Sampler, choose_on_device
 from tests import tiny_models
 from tests.engine.device.host_waits import ROOT, HostWaits
 from tests.engine.driving import Driver, Job, greedy, make_engine, sampled, text_tokens
 from tests.fake_flashinfer.installed import flashinfer_on_cpu
+from tests.plain_recorder import PlainRecorder
 
 FRAMES = 8
 HEADS: dict[str, dict[str, Any]] = {

@@ -19,7 +19,6 @@ from engine.attention.metadata import AttentionMetadata
 from engine.cache.block_manager import BlockManager
 from engine.cache.encoder_cache import EncoderCacheManager
 from engine.core.decoder_engine import DecoderEngine
-from engine.device.recorder import PlainRecorder
 from engine.runner import profile
 from engine.runner.decoder import StepOutput
 from engine.runner.graphs import DecodeGraphs, GraphParts, _make_plans, graph_sizes
@@ -29,6 +28,7 @@ from tests.engine.conftest import AUDIO_FRAMES
 from tests.engine.driving import Driver, Job, greedy, make_engine, run, sampled, text, text_tokens
 from tests.fake_flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
 from tests.fake_flashinfer.installed import flashinfer_on_cpu
+from tests.plain_recorder import PlainRecorder
 from tests.tiny.mllama import make_mllama
 
 FAMILIES = ("tiny_llama", "tiny_vision", "tiny_mllama", "tiny_speech", "tiny_bart", "tiny_t5")

@@ -10,6 +10,7 @@ import torch
 
 from common.errors import TriptychError
 from common.sampling_params import Grammar, SamplingParams, TimestampRules
+from engine.sampling.logprobs import describe_tokens
 from tests.engine.sampling.sampled import EOS, VOCAB_SIZE, make_sampler, make_sequence
 
 
@@ -74,7 +75,7 @@ def test_a_plain_greedy_sequence_gets_logprobs_too() -> None:
 def test_prompt_logprobs_tell_what_the_model_thought_of_each_next_token() -> None:
     logits = random_logits(5)
     following = [7, int(logits[1].argmax()), 9, int(logits[3].argmin()), 3]
-    described = make_sampler().prompt_logprobs(logits, following, 2)
+    described = describe_tokens(logits, following, [2] * len(following))
     expected = logits.log_softmax(dim=-1)
     assert [one.token_id for one in described] == following
     values = [float(expected[row, token]) for row, token in enumerate(following)]

@@ -21,11 +21,11 @@ from engine.attention.select import choose_backend
 from engine.attention.torch_backend import TorchBackend
 from engine.core.decoder_engine import DecoderEngine
 from engine.core.encoder_engine import EncoderEngine
-from engine.device.recorder import PlainRecorder
 from engine.models.base import DecoderModel
 from engine.models.skeleton import without_memory
 from engine.state.spec import HeadSpec
 from tests.fake_flashinfer.installed import flashinfer_on_cpu
+from tests.plain_recorder import PlainRecorder
 from tests.tools.gpu_check.whisper_shape import whisper_large_v3
 from tools.bench.gpu import __main__ as bench
 from tools.bench.gpu import attention
