@@ -1,7 +1,7 @@
 """Configuration: command-line flags over environment (TRIPTYCH_*) over one file (triptych.toml) over defaults.
 
 The only definition of the settings: `launch.cli.options` derives flags and help from these fields,
-`tools.house.settings_page` the reference page.
+`tools.house.pages` the reference page.
 """
 
 from __future__ import annotations

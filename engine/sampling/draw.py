@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from common.sampling_params import SamplingParams
-from engine.state.spec import IntArray
 
 CANDIDATES: Final = (128, 1024)
 """A row is drawn among so many likeliest tokens where they hold all that may be drawn: first few, then more."""
@@ -28,32 +27,30 @@ def draw(scores: torch.Tensor, sampling: Sequence[SamplingParams], uniforms: Seq
     """
     vocab_size = scores.shape[-1]
     temperatures = torch.tensor([[params.temperature] for params in sampling], dtype=scores.dtype, device=scores.device)
-    top_k = np.array([params.top_k if 0 < params.top_k < vocab_size else 0 for params in sampling], np.int64)
-    top_p = np.array([params.top_p for params in sampling], np.float64)
+    top_k = [params.top_k if 0 < params.top_k < vocab_size else 0 for params in sampling]
     everyone = _Rows(
         weights_of(scores, temperatures),
-        torch.from_numpy(top_k).to(scores.device).unsqueeze(1),
-        torch.from_numpy(top_p).to(scores.device).unsqueeze(1),
+        torch.tensor(top_k, device=scores.device).unsqueeze(1),
+        torch.tensor([[params.top_p] for params in sampling], dtype=torch.float64, device=scores.device),
         torch.tensor([[params.min_p] for params in sampling], dtype=torch.float32, device=scores.device),
         torch.tensor(uniforms, dtype=torch.float64, device=scores.device).unsqueeze(1),
     )
-    tokens = np.full(len(sampling), -1, np.int64)
+    tokens = dict.fromkeys(range(len(sampling)), -1)
     # Rows without top-k and top-p need no sorted tokens.
-    unordered = np.flatnonzero((top_k == 0) & (top_p >= 1.0))
-    if len(unordered):
+    unordered = [row for row, one in enumerate(sampling) if top_k[row] == 0 and one.top_p >= 1.0]
+    if unordered:
         rows = everyone.select(unordered)
-        tokens[unordered] = invert(_keep(rows.weights, rows.min_ps), rows.numbers).tolist()
+        tokens |= zip(unordered, invert(_keep(rows.weights, rows.min_ps), rows.numbers).tolist(), strict=True)
     for size in CANDIDATES:
-        left = np.flatnonzero((tokens < 0) & (top_k < size))
-        if len(left) and size < vocab_size:
-            tokens[left] = _draw_among(size, everyone.select(left)).tolist()
-    left = np.flatnonzero(tokens < 0)
-    if len(left):
+        left = [row for row, token in tokens.items() if token < 0 and top_k[row] < size < vocab_size]
+        if left:
+            tokens |= zip(left, _draw_among(size, everyone.select(left)).tolist(), strict=True)
+    left = [row for row, token in tokens.items() if token < 0]
+    if left:
         rows = everyone.select(left)
         least = _least_weight(_sort_descending(rows.weights), rows)
-        tokens[left] = invert(_keep(rows.weights, least), rows.numbers).tolist()
-    drawn: list[int] = tokens.clip(max=vocab_size - 1).tolist()  # NaN leads beyond the end
-    return drawn
+        tokens |= zip(left, invert(_keep(rows.weights, least), rows.numbers).tolist(), strict=True)
+    return [min(token, vocab_size - 1) for token in tokens.values()]  # NaN leads beyond the end
 
 
 def uniform(seed: int, position: int) -> float:
@@ -81,7 +78,7 @@ class _Rows(NamedTuple):
     min_ps: torch.Tensor
     numbers: torch.Tensor
 
-    def select(self, rows: IntArray) -> _Rows:
+    def select(self, rows: list[int]) -> _Rows:
         """Return some rows, without a copy if all rows are selected."""
         return self if len(rows) == len(self.weights) else _Rows(*(tensor[rows] for tensor in self))
 

@@ -24,20 +24,18 @@ PRONOUN: Final = re.compile(
 )
 RELATIVE: Final = re.compile("what|who|whoever|whatever|whichever|where|that")
 LIMITS: Final[Mapping[str, float]] = {
-    "product lines": 39_700,
-    "tools lines": 7_000,
-    "modules in a folder": 20,
+    "product lines": 38_000,
+    "tools lines": 5_500,
+    "modules in a folder": 16,
     "class names used twice": 0,
     "pronouns, % of docstring words": 4.0,
     "docstrings that begin with a relative": 0,
     "README lines": 120,
-    "longest function": 84,
-    "files of a request": 128,
-    "functions of a request": 655,
+    "longest function": 70,
+    "files of a request": 95,
+    "functions of a request": 520,
 }
-"""Ratchets: no limit rises. Goals of the limits still above them: 38,000 product lines, 5,500 lines of tools, and 520
-functions in 95 files for a request.
-"""
+"""Ratchets: a limit falls with its figure, and rises only by a budget that was agreed before."""
 _FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DOCUMENTED: Final = (ast.Module, ast.ClassDef, *_FUNCTIONS)
 

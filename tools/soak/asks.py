@@ -12,12 +12,9 @@ from typing import Any, Final
 
 from tools.bench import workloads
 
-REPEATED = 24
-"""Pictures and clips that come again and again, beside those that are new each time."""
-LEFT = 0.15
-"""The share of streamed answers whose clients leave before the end."""
-_CLIP_S = (1.0, 3.0, 8.0, 8.0, 20.0, 35.0)
-"""The last does not fit into Whisper's window of 30 s."""
+REPEATED = 24  # images and clips that come again and again, beside new ones
+LEFT = 0.15  # share of streamed answers whose clients leave before the end
+_CLIP_S = (1.0, 3.0, 8.0, 8.0, 20.0, 35.0)  # the last exceeds Whisper's window of 30 s
 _TEXTS = (
     "Which colours do you know?",
     "What do signs say?",

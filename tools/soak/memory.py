@@ -19,16 +19,12 @@ FLAT: Final = 0.02
 NOISE_BYTES: Final = 512 * 1024
 """What a process's memory may rise by anyway: for a server of 7 MiB, 2 % would be less than a connection's buffers."""
 SHARED: Final = Path("/dev/shm")
-WINDOW: Final = 2 / 3
-"""The last part of the run, by which it is judged: before it, caches fill."""
+WINDOW: Final = 2 / 3  # the judged last part of the run: caches fill before
 
 
 @dataclass
 class Life:
-    """One process from its first sample to its last: seconds since the start of the run, and bytes.
-
-    In arrays: who samples is judged, too, and 15,000 pairs of objects are a megabyte.
-    """
+    """One process from its first sample to its last: seconds since the start of the run, and bytes, in small arrays."""
 
     name: str
     pid: int

@@ -294,14 +294,15 @@ use_one_arena()
 from common.config import EngineConfig
 from common.model_info import load_model_info
 from engine.core.encoder_engine import EncoderEngine
-from engine.core.encoder_profile import _media, _process
+from engine.core.encoder_profile import _media
 from engine.device.memory_profiler import release_free_memory
-from engine.processors.whisper import WhisperProcessor
+from engine.processors import init_worker, process
 import services.roles.encoder, services.worker_process
 info = load_model_info(sys.argv[1])
 engine = EncoderEngine(info, EngineConfig(**json.loads(sys.argv[2])))
 [clip] = _media(info)
-window = _process(WhisperProcessor(info), clip, engine.dtype)
+init_worker(sys.argv[1], str(engine.dtype).removeprefix("torch."))
+window = process("audio", clip)
 release_free_memory(engine.device)  # a worker preprocesses in other processes
 for number in range(4):
     engine.submit((f"r{number}", 0, 0), window)

@@ -82,11 +82,11 @@ def test_prompt_logprobs_tell_what_the_model_thought_of_each_next_token() -> Non
     assert [one.logprob for one in described] == pytest.approx(values, abs=1e-6)
     assert (described[1].rank, described[3].rank) == (1, VOCAB_SIZE)
     assert all(len(one.top) == 2 for one in described)
-    assert make_sampler().prompt_logprobs(logits[:0], [], 2) == []
+    assert describe_tokens(logits[:0], [], []) == []
 
 
 def test_more_logprobs_than_tokens_are_all_tokens() -> None:
-    (described,) = make_sampler(vocab_size=5).prompt_logprobs(torch.zeros(1, 5), [4], 20)
+    (described,) = describe_tokens(torch.zeros(1, 5), [4], [20])
     assert described.logprob == pytest.approx(math.log(0.2))
     assert (described.rank, len(described.top)) == (1, 5)
 
