@@ -338,9 +338,9 @@ class LLM:
             case Failed(error=ErrorInfo() as error) | Grant(error=ErrorInfo() as error):
                 raise TriptychError(error.code, error.message, error.param)
             case Tokens():
-                self._take_tokens(live, event)
+                self._receive_tokens(live, event)
 
-    def _take_tokens(self, live: _Live, event: Tokens) -> None:
+    def _receive_tokens(self, live: _Live, event: Tokens) -> None:
         live.prompt_logprobs += event.prompt_logprobs
         sequence = live.sequences.get(event.index)
         if sequence is None:
