@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from broker.cluster.embedded import EmbeddedBroker
 from broker.cluster.redis_client import connect
 from common.messages import InstanceRecord, Role
-from tests.chaos.cable import Cable
+from tests.chaos.faulty_link import FaultyLink
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +51,12 @@ async def running(*coroutines: object) -> AsyncIterator[None]:
 
 
 @contextmanager
-def stallable(broker_url: str) -> Iterator[tuple[Cable, str]]:
+def stallable(broker_url: str) -> Iterator[tuple[FaultyLink, str]]:
     """A cable to the broker, and the URL of its near end."""
     address = urlsplit(broker_url)
     assert address.hostname is not None
     assert address.port is not None
-    with Cable((address.hostname, address.port)) as cable:
+    with FaultyLink((address.hostname, address.port)) as cable:
         yield cable, broker_url.replace(f":{address.port}", f":{cable.address[1]}")
 
 

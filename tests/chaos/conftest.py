@@ -8,8 +8,8 @@ from typing import Final
 import pytest
 
 from common.model_info import BUNDLED
-from tests.chaos.arena import Arena, arena
 from tests.chaos.asks import picture_asks, speech_asks
+from tests.chaos.harness import ChaosHarness, arena
 from tests.tiny_models import make_whisper
 
 WIDE: Final = {"d_model": 704, "encoder_layers": 1, "decoder_layers": 1}
@@ -20,7 +20,7 @@ WIDE_CACHES: Final = {"kv_cache_bytes": 128 * 2**20, "encoder_cache_bytes": 10 *
 
 
 @pytest.fixture(scope="module")
-def arena_of(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Arena]:
+def arena_of(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[ChaosHarness]:
     """A running cluster, by `family topology transport`."""
     family, topology, transport = request.param.split()
     folder = tmp_path_factory.mktemp("temporary")

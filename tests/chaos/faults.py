@@ -17,7 +17,7 @@ from redis.exceptions import ConnectionError as BrokerGone
 from common.messages import Role
 from launch.cluster.local_cluster import LocalCluster
 from proxy.dispatch.placement import WHOLE
-from tests.chaos.cable import Mode
+from tests.chaos.faulty_link import Mode
 from tests.chaos.network import Network
 from tests.eventually import eventually
 from tools.soak.asking import Ending

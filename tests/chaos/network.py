@@ -24,7 +24,7 @@ from common.errors import TriptychError
 from common.messages import decode_record
 from launch.cluster.instance import Instance
 from launch.cluster.plan import Plan
-from tests.chaos.cable import Cable, Mode
+from tests.chaos.faulty_link import FaultyLink, Mode
 from tests.chaos.owners import Address, owner_of
 
 _POLL_S: Final = 0.05
@@ -37,7 +37,7 @@ class Network:
     def __init__(self, cluster: str) -> None:
         self._cluster = cluster
         self._broker_url = ""
-        self._cables: dict[str, list[Cable]] = defaultdict(list)
+        self._cables: dict[str, list[FaultyLink]] = defaultdict(list)
         self._listening: set[Address] = set()
         self._instances: list[Instance] = []
         self._closed = threading.Event()
@@ -52,7 +52,7 @@ class Network:
     def to_broker(self, instance_id: str) -> str:
         """The broker's URL for one instance: through a new cable."""
         url = urlsplit(self._broker_url)
-        cable = Cable((url.hostname or "", url.port or 0))
+        cable = FaultyLink((url.hostname or "", url.port or 0))
         self._cables[f"{instance_id}>broker"].append(cable)
         user, at, _ = url.netloc.rpartition("@")
         host, port = cable.address
@@ -112,7 +112,7 @@ class Network:
                 place = url.hostname, url.port or 0
                 if place not in self._listening:
                     self._listening.add(place)
-                    cable = Cable(("127.0.0.1", place[1]), place, self._source)
+                    cable = FaultyLink(("127.0.0.1", place[1]), place, self._source)
                     self._cables[f">{record.instance_id}"].append(cable)
 
     def _source(self, near: Address, far: Address) -> str | None:

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from proxy.dispatch.job_runner import MAX_UNREAD
-from tests.chaos.arena import Arena, arena
 from tests.chaos.asks import salted, sign_asks
+from tests.chaos.harness import ChaosHarness, arena
 from tests.eventually import eventually
 from tools.soak.asking import send
 from tools.soak.asks import Ask
@@ -39,14 +39,14 @@ UNREAD_TOKENS = 2 * MAX_UNREAD
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosHarness]:
     """One encoder, one decoder with room for four pictures."""
     folder = tmp_path_factory.mktemp("small")
     with arena(folder, "signpost", "1e1pd", sign_asks, count=8, encoder_cache_bytes=ROOM * BYTES_OF_A_SIGN) as ready:
         yield ready
 
 
-async def test_two_hundred_pictures_with_room_for_four_are_two_hundred_answers(small: Arena) -> None:
+async def test_two_hundred_pictures_with_room_for_four_are_two_hundred_answers(small: ChaosHarness) -> None:
     asks = [salted(small.asks[number % len(small.asks)], f"burst {number}") for number in range(BURST)]
     async with small.client() as http:
         replies = await asyncio.gather(*(send(http, ask) for ask in asks))
@@ -58,7 +58,7 @@ async def test_two_hundred_pictures_with_room_for_four_are_two_hundred_answers(s
     await small.wait_until_nothing_is_held()
 
 
-async def test_two_hundred_given_up_at_once_leave_nothing_a_second_later(small: Arena) -> None:
+async def test_two_hundred_given_up_at_once_leave_nothing_a_second_later(small: ChaosHarness) -> None:
     await _give_up_two_hundred(small, "before")  # now everything is about as large as so many make it
     sizes = [await _least_resident(small)]
     grown = {name: [ALLOCATOR_BYTES + 1] for name in sizes[0]}
@@ -73,7 +73,7 @@ async def test_two_hundred_given_up_at_once_leave_nothing_a_second_later(small: 
     assert decoder["encoder_cache_bytes_used"] <= ROOM * BYTES_OF_A_SIGN  # what had come stays for the next one
 
 
-async def _give_up_two_hundred(small: Arena, salt: str) -> None:
+async def _give_up_two_hundred(small: ChaosHarness, salt: str) -> None:
     """Ask for 200 long answers, leave all of them at once, and see that a second later nothing is held."""
     asks = [salted(_long(small.asks[number % len(small.asks)]), f"{salt} {number}") for number in range(BURST)]
     async with small.client() as http:
@@ -92,7 +92,9 @@ async def _give_up_two_hundred(small: Arena, salt: str) -> None:
         assert looked_s < LETTING_GO_S, f"still held {looked_s:.1f} s later: {found}"
 
 
-async def test_a_client_that_reads_nothing_holds_up_nobody_and_no_memory_and_gets_few_tokens(small: Arena) -> None:
+async def test_a_client_that_reads_nothing_holds_up_nobody_and_no_memory_and_gets_few_tokens(
+    small: ChaosHarness,
+) -> None:
     endless = _long(small.asks[0], choices=16)  # of up to 24,000 tokens
     before, made = _resident(small)["proxy"], _decoder(small)["generated_tokens_total"]
     with _deaf_client(small, endless):
@@ -114,12 +116,12 @@ def _long(ask: Ask, choices: int = 1) -> Ask:
     return replace(ask, body=ask.body | length | sampled, stream=True)
 
 
-def _resident(small: Arena) -> dict[str, int]:
+def _resident(small: ChaosHarness) -> dict[str, int]:
     """Bytes in memory of each process of the cluster."""
     return {name: size for name, pid in processes(small.cluster) if (size := resident_bytes(pid)) is not None}
 
 
-async def _least_resident(small: Arena) -> dict[str, int]:
+async def _least_resident(small: ChaosHarness) -> dict[str, int]:
     """The least that each process has within a second: free memory goes back when a process has become idle."""
     least = _resident(small)
     deadline_s = time.monotonic() + 1.0
@@ -129,15 +131,15 @@ async def _least_resident(small: Arena) -> dict[str, int]:
     return least
 
 
-def _decoder(small: Arena) -> dict[str, float]:
+def _decoder(small: ChaosHarness) -> dict[str, float]:
     return gauges(small.cluster.instances["pd0"], small.cluster.supervisor.plan.settings)
 
 
-def _proxy(small: Arena) -> dict[str, float]:
+def _proxy(small: ChaosHarness) -> dict[str, float]:
     return gauges(small.cluster.instances["proxy"], small.cluster.supervisor.plan.settings)
 
 
-def _deaf_client(small: Arena, ask: Ask) -> socket.socket:
+def _deaf_client(small: ChaosHarness, ask: Ask) -> socket.socket:
     """A connection on which a request has been sent and nothing is ever read."""
     url = httpx.URL(small.cluster.base_url)
     deaf = socket.socket()

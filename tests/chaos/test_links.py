@@ -9,8 +9,8 @@ from typing import Final
 import pytest
 
 from common.model_info import BUNDLED
-from tests.chaos.arena import Arena, arena
 from tests.chaos.asks import picture_asks, salted
+from tests.chaos.harness import ChaosHarness, arena
 from tools.soak.asking import send
 
 pytestmark = [pytest.mark.cluster, pytest.mark.chaos]
@@ -18,7 +18,7 @@ PATIENCE_S: Final = 2.0
 
 
 @pytest.fixture(scope="module")
-def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
+def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosHarness]:
     """Two encoders and two prefill workers, one of each to be passed over; tensors go through the cables."""
     folder, settings = tmp_path_factory.mktemp("temporary"), {"handoff_timeout_s": PATIENCE_S}
     setup = str(BUNDLED / "signpost"), "2e2p1d", picture_asks
@@ -27,7 +27,7 @@ def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
 
 
 @pytest.mark.parametrize("link", ["e0>p0", "p1>d0"])
-async def test_what_cannot_be_delivered_by_one_worker_is_by_another(impatient: Arena, link: str) -> None:
+async def test_what_cannot_be_delivered_by_one_worker_is_by_another(impatient: ChaosHarness, link: str) -> None:
     asks = [salted(ask, f"{link} {turn}") for turn in range(2) for ask in impatient.asks]
     async with impatient.client() as http, asyncio.timeout(60.0), impatient.breaker.cut(link, "drop"):
         replies = await asyncio.gather(*(send(http, ask) for ask in asks))

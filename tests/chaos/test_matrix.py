@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.chaos.arena import IN_FLIGHT, Arena
 from tests.chaos.drawing import Cell, matrix
+from tests.chaos.harness import IN_FLIGHT, ChaosHarness
 from tests.chaos.test_rounds import SEED
 
 TURNS = int(os.environ.get("CHAOS_MATRIX") or 0)
@@ -65,17 +65,21 @@ def table() -> Iterator[Table]:
 
 @pytest.mark.parametrize("arena_of", [PICTURES], indirect=True)
 @pytest.mark.parametrize("cell", cells_of(PICTURES), ids=str)
-async def test_cell_with_pictures(arena_of: Arena, cell: Cell, table: Table, request: pytest.FixtureRequest) -> None:
+async def test_cell_with_pictures(
+    arena_of: ChaosHarness, cell: Cell, table: Table, request: pytest.FixtureRequest
+) -> None:
     await _endure(arena_of, cell, table, request.node.name)
 
 
 @pytest.mark.parametrize("arena_of", [SOUNDS], indirect=True)
 @pytest.mark.parametrize("cell", cells_of(SOUNDS), ids=str)
-async def test_cell_with_sounds(arena_of: Arena, cell: Cell, table: Table, request: pytest.FixtureRequest) -> None:
+async def test_cell_with_sounds(
+    arena_of: ChaosHarness, cell: Cell, table: Table, request: pytest.FixtureRequest
+) -> None:
     await _endure(arena_of, cell, table, request.node.name)
 
 
-async def _endure(arena_of: Arena, cell: Cell, table: Table, name: str) -> None:
+async def _endure(arena_of: ChaosHarness, cell: Cell, table: Table, name: str) -> None:
     roles = {instance.id: instance.role for instance in arena_of.cluster.instances.values()}
     faults = cell.draw(random.Random(f"{SEED} {name}"), roles)
     print(f"\nCHAOS_SEED={SEED}, {name}: {'; '.join(map(str, faults))}")

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from launch.cluster.children import Backoff
-from tests.chaos.arena import Arena, arena
 from tests.chaos.asks import salted, sign_asks
+from tests.chaos.harness import ChaosHarness, arena
 from tests.eventually import eventually
 from tools.soak.asking import send
 from tools.soak.leak_check import gauges
@@ -23,7 +23,7 @@ PATIENCE_S = 1.0
 
 
 @pytest.fixture
-def small(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Arena]:
+def small(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ChaosHarness]:
     """One encoder and one decoder; with or without the fallback."""
     settings = {"encoder_fallback": request.param, "handoff_timeout_s": PATIENCE_S}
     with arena(tmp_path, "signpost", "1e1pd", sign_asks, count=4, settings=settings) as ready:
@@ -31,7 +31,7 @@ def small(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Arena]:
 
 
 @pytest.mark.parametrize("small", [True], indirect=True, ids=["fallback"])
-async def test_with_a_fallback_pictures_are_answered_as_if_nothing_had_happened(small: Arena) -> None:
+async def test_with_a_fallback_pictures_are_answered_as_if_nothing_had_happened(small: ChaosHarness) -> None:
     replies = await _ask_without_encoder(small)
     assert replies == ["whole"] * len(small.asks)
     decoder = gauges(small.cluster.instances["pd0"], small.cluster.supervisor.plan.settings)
@@ -39,7 +39,7 @@ async def test_with_a_fallback_pictures_are_answered_as_if_nothing_had_happened(
 
 
 @pytest.mark.parametrize("small", [False], indirect=True, ids=["no fallback"])
-async def test_without_one_pictures_are_refused_until_later_and_text_is_not(small: Arena) -> None:
+async def test_without_one_pictures_are_refused_until_later_and_text_is_not(small: ChaosHarness) -> None:
     replies = await _ask_without_encoder(small)
     assert replies == ["refused"] * len(small.asks)
     body = {"model": "signpost", "max_tokens": 4, "messages": [{"role": "user", "content": "What do signs say?"}]}
@@ -51,7 +51,7 @@ async def test_without_one_pictures_are_refused_until_later_and_text_is_not(smal
     assert int(picture.headers["retry-after"]) >= 1
 
 
-async def _ask_without_encoder(small: Arena) -> list[str]:
+async def _ask_without_encoder(small: ChaosHarness) -> list[str]:
     """Kill it; how questions about pictures then end, none of them with a wrong answer."""
     encoder = small.cluster.instances["e0"]
     encoder.backoff = Backoff(first_s=3600.0)  # nobody starts it again

@@ -10,9 +10,9 @@ import random
 
 import pytest
 
-from tests.chaos.arena import IN_FLIGHT, Arena
 from tests.chaos.drawing import draw_faults
 from tests.chaos.faults import Fault
+from tests.chaos.harness import IN_FLIGHT, ChaosHarness
 
 SEED = int(os.environ.get("CHAOS_SEED") or random.SystemRandom().randrange(10**6))
 ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "0"))
@@ -49,7 +49,7 @@ def _as_text(faults: tuple[Fault, ...]) -> str:
     ],
     ids=_as_text,
 )
-async def test_known(arena_of: Arena, faults: tuple[Fault, ...]) -> None:
+async def test_known(arena_of: ChaosHarness, faults: tuple[Fault, ...]) -> None:
     done = await arena_of.endure(*faults)
     assert done.in_flight_at_fault[0] == IN_FLIGHT
 
@@ -58,14 +58,14 @@ async def test_known(arena_of: Arena, faults: tuple[Fault, ...]) -> None:
 @pytest.mark.parametrize(
     "faults", [(Fault("stop", "pd0", 0.4, 2.5),), (Fault("reset", "<>e0,pd1", 0.4, 1.5),)], ids=_as_text
 )
-async def test_known_with_sounds(arena_of: Arena, faults: tuple[Fault, ...]) -> None:
+async def test_known_with_sounds(arena_of: ChaosHarness, faults: tuple[Fault, ...]) -> None:
     done = await arena_of.endure(*faults)
     assert done.in_flight_at_fault[0] == IN_FLIGHT
 
 
 @pytest.mark.parametrize("arena_of", SETUPS if ROUNDS else (), indirect=True)
 @pytest.mark.parametrize("number", range(ROUNDS))
-async def test_drawn(arena_of: Arena, number: int, request: pytest.FixtureRequest) -> None:
+async def test_drawn(arena_of: ChaosHarness, number: int, request: pytest.FixtureRequest) -> None:
     setup = request.node.callspec.params["arena_of"]
     rng = random.Random(f"{SEED} {setup} {number}")
     faults = draw_faults(rng, list(arena_of.cluster.instances), STOP_S)

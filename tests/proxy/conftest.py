@@ -35,7 +35,7 @@ eventually = partial(waiting.eventually, timeout_s=8.0)
 
 
 @dataclass
-class Rig:
+class ProxyHarness:
     """One proxy and its fake cluster."""
 
     service: Service
@@ -126,7 +126,7 @@ async def serving(
     decoders: int = 1,
     pairs: tuple[int, int] = (0, 0),
     **fields: Any,
-) -> AsyncIterator[Rig]:
+) -> AsyncIterator[ProxyHarness]:
     """A proxy in this loop, ready, with so many fake workers; `decoders` prefill themselves, `pairs` are so many that
     prefill and so many that decode."""
     info = load_model_info(str(model))
@@ -145,7 +145,7 @@ async def serving(
         async with running_proxy(service) as (base_url, server):
             client = AsyncOpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=20)
             async with client, httpx.AsyncClient(base_url=base_url, timeout=20) as http:
-                rig = Rig(service, cluster, base_url, client, http, server)
+                rig = ProxyHarness(service, cluster, base_url, client, http, server)
                 await rig.wait_for_workers()
                 yield rig
     assert await redis.keys(f"{name}*") == []

@@ -18,7 +18,7 @@ from common.errors import TriptychError
 from common.http.connections import BODY_PIECE_BYTES, CHUNK_COST_BYTES, PIECE_BYTES, SPARE_BYTES, BoundedProtocol
 from proxy.media import fetch
 from proxy.media.fetch import Fetcher
-from tests.proxy.conftest import Rig, serve
+from tests.proxy.conftest import ProxyHarness, serve
 from tests.proxy.media.test_media import web_server
 from tests.proxy.server.test_connections import connect, head
 from tests.security.test_media_sources import trusting
@@ -40,7 +40,7 @@ def chunks(data: bytes, size: int) -> bytes:
 
 
 @asynccontextmanager
-async def connection(rig: Rig) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def connection(rig: ProxyHarness) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     reader, writer = await connect(rig.base_url)
     try:
         async with asyncio.timeout(60):

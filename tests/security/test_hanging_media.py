@@ -18,7 +18,7 @@ from common.errors import TriptychError
 from proxy.media import addresses, fetch
 from proxy.media.fair_semaphore import FairSemaphore, Share, SlotTimeout
 from proxy.media.fetch import Fetcher
-from tests.proxy.conftest import Rig, eventually, serve
+from tests.proxy.conftest import ProxyHarness, eventually, serve
 from tests.proxy.media.test_media import web_server
 from tests.proxy.sample_media import picture
 
@@ -35,12 +35,12 @@ def parts(*urls: str) -> list[dict[str, Any]]:
     return [{"type": "image_url", "image_url": {"url": url}} for url in urls]
 
 
-def places(rig: Rig) -> FairSemaphore:
+def places(rig: ProxyHarness) -> FairSemaphore:
     return rig.service.intake._fetcher.slots
 
 
 @asynccontextmanager
-async def hanging_requests(rig: Rig, url: str, num: int = 8) -> AsyncIterator[None]:
+async def hanging_requests(rig: ProxyHarness, url: str, num: int = 8) -> AsyncIterator[None]:
     """So many requests of 16 media each, until their client leaves."""
     content = [parts(*(url.format(f"{request}-{item}") for item in range(16))) for request in range(num)]
     tasks = [asyncio.create_task(rig.chat(each)) for each in content]

@@ -35,7 +35,7 @@ def tensor(rows: int) -> torch.Tensor:
     return torch.zeros(rows, HIDDEN)
 
 
-class Desk:
+class IntakeHarness:
     """An intake with a budget given in rows, and the events since the last look."""
 
     def __init__(self, budget_rows: int, lease_s: float = FAR_S) -> None:
@@ -73,7 +73,7 @@ class Desk:
         self.intake.consume(request)
 
 
-def cover(desk: Desk, request: Request, num_cached: int) -> None:
+def cover(desk: IntakeHarness, request: Request, num_cached: int) -> None:
     """As the scheduler does where the first tokens of a request are cached."""
     blocks = BlockManager(BlockPool(64), block_size=4)
     scheduler = DecoderScheduler(blocks, CacheLookup(blocks, enabled=True), InputBuffers(4, 64, 4), 4, 64, 64)
@@ -86,7 +86,7 @@ def kinds(events: list[Event]) -> list[tuple[str | type[Event], str]]:
 
 
 def test_an_offer_is_granted_and_its_tensor_stored() -> None:
-    desk = Desk(4)
+    desk = IntakeHarness(4)
     request = desk.request("a", "h0")
     desk.offer("a", 0, 0, output(3))
     assert kinds(desk.events()) == [("granted", "a")]
@@ -101,7 +101,7 @@ def test_an_offer_is_granted_and_its_tensor_stored() -> None:
 
 
 def test_an_offer_may_come_before_its_request() -> None:
-    desk = Desk(4)
+    desk = IntakeHarness(4)
     desk.offer("a", 0, 0, output(3))
     assert desk.events() == []
     desk.request("a", "h0")
@@ -109,7 +109,7 @@ def test_an_offer_may_come_before_its_request() -> None:
 
 
 def test_a_newer_offer_that_comes_early_replaces_the_older_one_and_says_so() -> None:
-    desk = Desk(4)
+    desk = IntakeHarness(4)
     desk.offer("a", 0, 0, output(3))
     desk.offer("a", 0, 1, output(3))
     desk.offer("a", 0, 0, output(3))
@@ -122,7 +122,7 @@ def test_a_newer_offer_that_comes_early_replaces_the_older_one_and_says_so() -> 
 
 
 def test_an_offer_after_its_request_has_ended_is_cancelled() -> None:
-    desk = Desk(4)
+    desk = IntakeHarness(4)
     desk.intake.end_request(desk.request("a", "h0"))
     desk.offer("a", 0, 0, output(3))
     assert desk.events() == [Grant("a", 0, 0, "cancelled")]
@@ -131,7 +131,7 @@ def test_an_offer_after_its_request_has_ended_is_cancelled() -> None:
 
 @pytest.mark.parametrize("granted", [False, True])
 def test_a_withdrawn_offer_leaves_its_room_to_the_next_in_line(granted: bool) -> None:
-    desk = Desk(4)
+    desk = IntakeHarness(4)
     first = desk.request("a", "h0")
     desk.request("b", "h1")
     desk.offer("a", 0, 0, output(3))
@@ -149,7 +149,7 @@ def test_a_withdrawn_offer_leaves_its_room_to_the_next_in_line(granted: bool) ->
 
 
 def test_what_has_come_is_not_lost_with_a_late_withdrawal() -> None:
-    desk = Desk(4)
+    desk = IntakeHarness(4)
     request = desk.request("a", "h0")
     desk.offer("a", 0, 0, output(3))
     desk.events()
@@ -161,7 +161,7 @@ def test_what_has_come_is_not_lost_with_a_late_withdrawal() -> None:
 
 
 def test_an_offer_is_for_one_attempt_of_its_request_only() -> None:
-    desk = Desk(4)
+    desk = IntakeHarness(4)
     request = desk.request("a", "h0", attempt=2)
     desk.offer("a", 0, 3, output(3), request_attempt=1)
     assert desk.events() == [Grant("a", 0, 3, "cancelled")]
@@ -176,7 +176,7 @@ def test_an_offer_is_for_one_attempt_of_its_request_only() -> None:
 
 
 def test_an_item_over_the_whole_budget_is_refused_with_both_numbers() -> None:
-    desk = Desk(4)
+    desk = IntakeHarness(4)
     desk.request("a", "h0")
     desk.offer("a", 0, 0, output(5))
     [event] = desk.events()
@@ -201,7 +201,7 @@ def test_an_item_over_the_whole_budget_is_refused_with_both_numbers() -> None:
     ids=["too many", "negative", "unknown token", "endless", "none", "other grid", "nothing"],
 )
 def test_an_offer_that_does_not_fit_the_model_is_refused(layout: InputLayout) -> None:
-    desk = Desk(4)
+    desk = IntakeHarness(4)
     request = desk.request("a", "h0")
     rows = layout.num_encoder_tokens
     desk.offer("a", 0, 0, output(rows, layout=layout))
@@ -213,7 +213,7 @@ def test_an_offer_that_does_not_fit_the_model_is_refused(layout: InputLayout) ->
 
 
 def test_ending_a_request_tells_the_encoder_that_holds_its_grant() -> None:
-    desk = Desk(4)
+    desk = IntakeHarness(4)
     request = desk.request("a", "h0")
     desk.offer("a", 0, 0, output(3))
     desk.events()
@@ -222,7 +222,7 @@ def test_ending_a_request_tells_the_encoder_that_holds_its_grant() -> None:
 
 
 def test_equal_content_is_sent_once() -> None:
-    desk = Desk(4)
+    desk = IntakeHarness(4)
     desk.request("a", "h0")
     desk.request("b", "h0")
     for name in "ab":
@@ -234,7 +234,7 @@ def test_equal_content_is_sent_once() -> None:
 
 
 def test_who_waited_for_equal_content_gets_a_grant_when_the_first_is_aborted() -> None:
-    desk = Desk(4)
+    desk = IntakeHarness(4)
     first = desk.request("a", "h0")
     desk.request("b", "h0")
     for name in "ab":
@@ -247,7 +247,7 @@ def test_who_waited_for_equal_content_gets_a_grant_when_the_first_is_aborted() -
 
 
 def test_messages_that_come_twice_change_nothing() -> None:
-    desk = Desk(8)
+    desk = IntakeHarness(8)
     desk.request("a", "h0")
     for _ in range(2):
         desk.offer("a", 0, 0, output(3))
@@ -259,7 +259,7 @@ def test_messages_that_come_twice_change_nothing() -> None:
 
 
 def test_a_lease_that_runs_out_gives_its_room_back_and_asks_again() -> None:
-    desk = Desk(4, lease_s=-1.0)
+    desk = IntakeHarness(4, lease_s=-1.0)
     desk.request("a", "h0")
     desk.offer("a", 0, 0, output(3))
     desk.events()
@@ -274,7 +274,7 @@ def test_a_lease_that_runs_out_gives_its_room_back_and_asks_again() -> None:
 
 
 def test_an_offer_that_finds_no_room_by_its_deadline_asks_again_and_is_counted_apart() -> None:
-    desk = Desk(4)
+    desk = IntakeHarness(4)
     desk.request("a", "h0")
     desk.request("b", "h1")
     desk.offer("a", 0, 0, output(3))
@@ -286,7 +286,7 @@ def test_an_offer_that_finds_no_room_by_its_deadline_asks_again_and_is_counted_a
 
 
 def test_an_entry_that_is_given_up_for_another_is_counted_and_one_that_is_found_is_not() -> None:
-    desk = Desk(4)
+    desk = IntakeHarness(4)
     for name, content in (("a", "h0"), ("b", "h1"), ("c", "h1")):
         request = desk.request(name, content)
         desk.offer(name, 0, 0, output(3, content))
@@ -299,7 +299,7 @@ def test_an_entry_that_is_given_up_for_another_is_counted_and_one_that_is_found_
 
 
 def test_who_repeats_an_offer_whose_lease_ran_out_is_told_again() -> None:
-    desk = Desk(4, lease_s=-1.0)
+    desk = IntakeHarness(4, lease_s=-1.0)
     desk.request("a", "h0")
     desk.offer("a", 0, 0, output(3))
     desk.events()
@@ -310,7 +310,7 @@ def test_who_repeats_an_offer_whose_lease_ran_out_is_told_again() -> None:
 
 
 def test_an_offer_of_what_the_kv_cache_still_has_is_answered_as_cached() -> None:
-    desk = Desk(4)
+    desk = IntakeHarness(4)
     request = desk.request("a", "h0")
     desk.offer("a", 0, 0, output(3))
     desk.events()
@@ -320,7 +320,7 @@ def test_an_offer_of_what_the_kv_cache_still_has_is_answered_as_cached() -> None
 
 
 def test_a_tensor_that_is_not_what_was_granted_is_corrupt() -> None:
-    desk = Desk(4)
+    desk = IntakeHarness(4)
     desk.request("a", "h0")
     desk.offer("a", 0, 0, output(3))
     desk.events()
@@ -331,7 +331,7 @@ def test_a_tensor_that_is_not_what_was_granted_is_corrupt() -> None:
 
 
 def test_an_input_whose_place_in_the_prompt_is_not_known_yet_is_kept_however_far_the_prefill_is() -> None:
-    desk = Desk(4)
+    desk = IntakeHarness(4)
     request = desk.request("a", "h0", "h1")
     desk.offer("a", 1, 0, output(1, "h1"))
     desk.events()
@@ -343,7 +343,7 @@ def test_an_input_whose_place_in_the_prompt_is_not_known_yet_is_kept_however_far
 
 
 def test_what_is_cached_covers_no_input_whose_place_is_not_known_yet() -> None:
-    desk = Desk(4)
+    desk = IntakeHarness(4)
     request = desk.request("a", "h0", "h1")
     desk.offer("a", 1, 0, output(1, "h1"))
     cover(desk, request, num_cached=1)
@@ -351,7 +351,7 @@ def test_what_is_cached_covers_no_input_whose_place_is_not_known_yet() -> None:
 
 
 def test_room_is_promised_in_the_order_of_requests_not_of_offers() -> None:
-    desk = Desk(4)
+    desk = IntakeHarness(4)
     for name in "abc":
         desk.request(name, f"h-{name}")
     for name in "cba":
@@ -364,7 +364,7 @@ def test_room_is_promised_in_the_order_of_requests_not_of_offers() -> None:
 
 
 def test_later_pictures_that_came_first_make_room_for_the_next_one() -> None:
-    desk = Desk(4)
+    desk = IntakeHarness(4)
     request = desk.request("a", "h0", "h1", "h2")
     for number in (2, 1):
         desk.offer("a", number, 0, output(2, f"h{number}"))
@@ -381,7 +381,7 @@ def test_later_pictures_that_came_first_make_room_for_the_next_one() -> None:
 @pytest.mark.parametrize("last", ["h0", "h2"], ids=["shared with one that keeps its room", "too small"])
 def test_nothing_is_taken_back_where_that_makes_too_little_room(last: str) -> None:
     """It would be back at once, out of the cache, be taken back again, and so on."""
-    desk = Desk(3)
+    desk = IntakeHarness(3)
     request = desk.request("a", "h0", "h1", last)
     for number, content in ((0, "h0"), (2, last)):
         desk.offer("a", number, 0, output(2 if content == "h0" else 1, content))
@@ -400,7 +400,7 @@ def test_nothing_is_taken_back_where_that_makes_too_little_room(last: str) -> No
 def test_any_burst_drains_within_its_budget(seed: int) -> None:
     """Offers in any order, tensors early, late, twice or lost: every request gets all its inputs, in its own order."""
     rng = random.Random(seed)
-    desk = Desk(budget_rows=6)
+    desk = IntakeHarness(budget_rows=6)
     sizes: dict[tuple[str, int], int] = {}
     for number in range(rng.randint(2, 8)):
         hashes = [rng.choice(["shared", f"{number}-{i}"]) for i in range(rng.randint(1, 4))]

@@ -33,7 +33,7 @@ LENGTH = 14
 JOB = text("r", LENGTH, greedy(4))
 
 
-class Desk:
+class IntakeHarness:
     """A receiver's engine with one prefilled request, and what a sender of that request has for it."""
 
     def __init__(self, info: ModelInfo, job: Job = JOB, **options: int) -> None:
@@ -89,8 +89,8 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tiny_llama: ModelInfo) -> Desk:
-    return Desk(tiny_llama)
+def desk(tiny_llama: ModelInfo) -> IntakeHarness:
+    return IntakeHarness(tiny_llama)
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def kinds(events: list[Event]) -> list[str | type[Event]]:
     return [getattr(event, "status", type(event)) for event in events]
 
 
-def test_parts_may_come_in_any_order_and_overlap(desk: Desk, tiny_llama: ModelInfo) -> None:
+def test_parts_may_come_in_any_order_and_overlap(desk: IntakeHarness, tiny_llama: ModelInfo) -> None:
     desk.add()
     assert kinds(desk.offer()) == ["granted"]
     for part, (first, last) in enumerate([(6, 9), (11, 13), (0, 3), (2, 7), (8, 12)]):
@@ -121,14 +121,14 @@ def test_parts_may_come_in_any_order_and_overlap(desk: Desk, tiny_llama: ModelIn
     assert desk.finish() == expected(tiny_llama)
 
 
-def test_an_offer_may_come_before_its_request(desk: Desk) -> None:
+def test_an_offer_may_come_before_its_request(desk: IntakeHarness) -> None:
     assert desk.offer() == []
     assert [desk.engine.stats()[name] for name in ("early_offers", "kv_offers_pending")] == [1, 0]
     desk.add()
     assert kinds(desk.answers()) == ["granted"]
 
 
-def test_an_offer_and_a_part_after_the_end_are_cancelled(desk: Desk) -> None:
+def test_an_offer_and_a_part_after_the_end_are_cancelled(desk: IntakeHarness) -> None:
     desk.add()
     desk.offer()
     desk.engine.abort("r")
@@ -138,7 +138,7 @@ def test_an_offer_and_a_part_after_the_end_are_cancelled(desk: Desk) -> None:
     assert desk.engine.is_empty()
 
 
-def test_what_comes_twice_changes_nothing(desk: Desk, tiny_llama: ModelInfo) -> None:
+def test_what_comes_twice_changes_nothing(desk: IntakeHarness, tiny_llama: ModelInfo) -> None:
     desk.add()
     desk.offer()
     for _ in range(2):
@@ -151,7 +151,7 @@ def test_what_comes_twice_changes_nothing(desk: Desk, tiny_llama: ModelInfo) -> 
     assert desk.finish() == expected(tiny_llama)
 
 
-def test_a_newer_attempt_replaces_an_older_one(desk: Desk, tiny_llama: ModelInfo) -> None:
+def test_a_newer_attempt_replaces_an_older_one(desk: IntakeHarness, tiny_llama: ModelInfo) -> None:
     desk.add()
     desk.offer()
     desk.deliver(0, 9)
@@ -164,7 +164,7 @@ def test_a_newer_attempt_replaces_an_older_one(desk: Desk, tiny_llama: ModelInfo
     assert desk.finish() == expected(tiny_llama)
 
 
-def test_a_lease_that_ends_frees_the_blocks_and_asks_again(desk: Desk, now: Callable[[float], None]) -> None:
+def test_a_lease_that_ends_frees_the_blocks_and_asks_again(desk: IntakeHarness, now: Callable[[float], None]) -> None:
     desk.add()
     assert kinds(desk.offer()) == ["granted"]
     assert desk.engine.next_deadline_s() == time.monotonic() + LEASE_S
@@ -185,7 +185,7 @@ def test_a_lease_that_ends_frees_the_blocks_and_asks_again(desk: Desk, now: Call
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_a_withdrawn_offer_frees_its_blocks_and_nothing_of_another_attempt(desk: Desk, early: bool) -> None:
+def test_a_withdrawn_offer_frees_its_blocks_and_nothing_of_another_attempt(desk: IntakeHarness, early: bool) -> None:
     if not early:
         desk.add()
     desk.offer()
@@ -201,7 +201,7 @@ def test_a_withdrawn_offer_frees_its_blocks_and_nothing_of_another_attempt(desk:
         assert kinds(desk.offer(attempt=1)) == ["granted"]
 
 
-def test_what_is_computed_for_the_next_attempt_is_not_answered_by_the_one_before(desk: Desk) -> None:
+def test_what_is_computed_for_the_next_attempt_is_not_answered_by_the_one_before(desk: IntakeHarness) -> None:
     """A job comes back to its decode worker, and the prefill worker is faster than the proxy."""
     desk.add()
     desk.offer()
@@ -218,7 +218,7 @@ def test_what_is_computed_for_the_next_attempt_is_not_answered_by_the_one_before
 def test_an_offer_whose_deadline_passes_before_there_is_room_asks_again(
     tiny_llama: ModelInfo, now: Callable[[float], None]
 ) -> None:
-    desk = Desk(tiny_llama, max_num_seqs=1)
+    desk = IntakeHarness(tiny_llama, max_num_seqs=1)
     driver = Driver(desk.engine)
     driver.add(text("other", 6, greedy(30)))
     driver.step()
@@ -239,7 +239,9 @@ def test_an_offer_whose_deadline_passes_before_there_is_room_asks_again(
         ({"layouts": [InputLayout(3, [])]}, "1 input layouts, the request has 0"),
     ],
 )
-def test_an_offer_that_does_not_fit_the_request_is_refused(desk: Desk, changes: dict[str, object], said: str) -> None:
+def test_an_offer_that_does_not_fit_the_request_is_refused(
+    desk: IntakeHarness, changes: dict[str, object], said: str
+) -> None:
     desk.add()
     [event] = desk.offer(**changes)
     assert isinstance(event, Grant)
@@ -249,7 +251,7 @@ def test_an_offer_that_does_not_fit_the_request_is_refused(desk: Desk, changes: 
 
 
 def test_layouts_are_checked_as_those_of_inputs(tiny_vision: ModelInfo) -> None:
-    desk = Desk(tiny_vision, pictures(tiny_vision)[1])
+    desk = IntakeHarness(tiny_vision, pictures(tiny_vision)[1])
     desk.add()
     [layout] = desk.described.layouts
     more = InputLayout(layout.num_encoder_tokens + 1, layout.expansion, layout.grid)
@@ -261,7 +263,7 @@ def test_layouts_are_checked_as_those_of_inputs(tiny_vision: ModelInfo) -> None:
 
 def test_what_can_never_fit_is_refused_with_both_numbers(tiny_vision: ModelInfo) -> None:
     job = pictures(tiny_vision)[0]
-    desk = Desk(tiny_vision, job, num_blocks=3)
+    desk = IntakeHarness(tiny_vision, job, num_blocks=3)
     desk.add()
     refused, failed = desk.offer()
     assert isinstance(refused, Grant)
@@ -284,7 +286,7 @@ def test_what_can_never_fit_is_refused_with_both_numbers(tiny_vision: ModelInfo)
     ids=["a layer less", "another dtype", "beyond the end", "before the start", "nothing"],
 )
 def test_a_part_that_is_not_what_was_granted_is_corrupt(
-    desk: Desk, tiny_llama: ModelInfo, shape: tuple[int, ...], dtype: torch.dtype, first: int
+    desk: IntakeHarness, tiny_llama: ModelInfo, shape: tuple[int, ...], dtype: torch.dtype, first: int
 ) -> None:
     desk.add()
     desk.offer()
@@ -295,7 +297,7 @@ def test_a_part_that_is_not_what_was_granted_is_corrupt(
     assert desk.finish() == expected(tiny_llama)
 
 
-def test_the_prefix_cache_of_the_receiver_is_not_overwritten(desk: Desk, tiny_llama: ModelInfo) -> None:
+def test_the_prefix_cache_of_the_receiver_is_not_overwritten(desk: IntakeHarness, tiny_llama: ModelInfo) -> None:
     run(desk.engine, [dataclasses.replace(JOB, name="before")], watch=False)
     desk.add()
     [grant] = desk.offer()
@@ -314,7 +316,7 @@ STAGES = ["queued", "offered", "granted", "halfway", "started", "decoding"]
 @pytest.mark.parametrize("model", ["tiny_llama", "tiny_speech"])
 def test_an_abort_at_any_stage_leaves_nothing(model: str, stage: str, request: pytest.FixtureRequest) -> None:
     info: ModelInfo = request.getfixturevalue(model)
-    desk = Desk(info, JOB if model == "tiny_llama" else clips(info)[1])
+    desk = IntakeHarness(info, JOB if model == "tiny_llama" else clips(info)[1])
     name, step = desk.job.name, STAGES.index(stage)
     desk.add()
     if step >= 1:
@@ -426,7 +428,7 @@ def test_a_sequence_may_stop_before_its_prompt_has_come(tiny_llama: ModelInfo, g
     job = text("r", LENGTH, sampled(8, n=3))
     whole = run(quick_engine(tiny_llama), [job], watch=False).tokens
     job = dataclasses.replace(job, resumed=[Resumed(index, whole["r", index][:2]) for index in range(3)])
-    desk = Desk(tiny_llama, job)
+    desk = IntakeHarness(tiny_llama, job)
     desk.add()
     if granted:
         desk.offer()
@@ -450,7 +452,7 @@ def test_a_sequence_may_stop_before_its_prompt_has_come(tiny_llama: ModelInfo, g
 def test_seeds_are_those_of_the_sender(tiny_llama: ModelInfo) -> None:
     """A request without a seed draws as it would have drawn where it was prefilled."""
     job = text("r", LENGTH, sampled(8, seed=None))
-    desk = Desk(tiny_llama, job)
+    desk = IntakeHarness(tiny_llama, job)
     assert desk.sender.engine.state.requests["r"].seed == desk.described.seed
     desk.add()
     desk.offer()

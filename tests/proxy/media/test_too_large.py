@@ -14,13 +14,13 @@ from broker.cluster import rpc
 from common.messages import Generate, TokenLogprob, Tokens, encode
 from proxy.api import logprobs
 from proxy.api.logprobs import check_prompt_logprobs, max_prompt_tokens
-from tests.proxy.conftest import Rig, eventually
+from tests.proxy.conftest import ProxyHarness, eventually
 from tests.proxy.streams import gather
 
 WORDS = "stand here " * 100
 
 
-async def _bystander(rig: Rig) -> asyncio.Task:
+async def _bystander(rig: ProxyHarness) -> asyncio.Task:
     """A stream that has begun, and goes on with `resume`."""
     for decoder in rig.cluster.decoders:
         decoder.pause_after = 1
@@ -30,7 +30,7 @@ async def _bystander(rig: Rig) -> asyncio.Task:
     return task
 
 
-async def _assert_undisturbed(rig: Rig, bystander: asyncio.Task) -> None:
+async def _assert_undisturbed(rig: ProxyHarness, bystander: asyncio.Task) -> None:
     known = {worker.instance_id for worker in rig.service.pool.workers("prefill", "decode", "prefill_decode")}
     assert known == {worker.id for worker in [*rig.cluster.prefills, *rig.cluster.decoders]}
     for decoder in rig.cluster.decoders:

@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from common.config import Settings
 from services.process.http_server import HttpServer
-from tests.proxy.conftest import Rig, eventually
+from tests.proxy.conftest import ProxyHarness, eventually
 
 BODY = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode() + b" " * 2000
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -37,7 +37,7 @@ async def connect(base_url: str) -> Connection:
 
 
 @asynccontextmanager
-async def connections(rig: Rig, count: int) -> AsyncIterator[list[Connection]]:
+async def connections(rig: ProxyHarness, count: int) -> AsyncIterator[list[Connection]]:
     """So many connections, closed at the end."""
     opened = [await connect(rig.base_url) for _ in range(count)]
     try:

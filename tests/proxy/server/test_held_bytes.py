@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from proxy.server.limits import Reservation
-from tests.proxy.conftest import Rig, eventually
+from tests.proxy.conftest import ProxyHarness, eventually
 from tests.proxy.media.test_media import web_server
 from tests.proxy.sample_media import audio_part, image_part, picture, speech
 from tests.proxy.server.test_connections import connections, head
@@ -23,7 +23,9 @@ def chat_body(content: object = "x", size: int = 0) -> bytes:
     return json.dumps({"messages": [{"role": "user", "content": content}]}).encode().ljust(size)
 
 
-async def post(rig: Rig, body: bytes | AsyncIterator[bytes], path: str = "/v1/chat/completions") -> httpx.Response:
+async def post(
+    rig: ProxyHarness, body: bytes | AsyncIterator[bytes], path: str = "/v1/chat/completions"
+) -> httpx.Response:
     return await rig.http.post(path, content=body)
 
 

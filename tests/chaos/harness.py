@@ -61,7 +61,7 @@ class Round:
         return Counter(reply.ending for _, reply in self.replies)
 
 
-class Arena:
+class ChaosHarness:
     """Asks, and what they are answered with when nothing breaks."""
 
     def __init__(self, cluster: LocalCluster, asks: list[Ask], network: Network) -> None:
@@ -264,7 +264,7 @@ def arena(
     transport: Transport = "auto",
     settings: Mapping[str, Any] | None = None,
     **engine: Any,
-) -> Iterator[Arena]:
+) -> Iterator[ChaosHarness]:
     """A running cluster that has given its undisturbed answers; afterwards nothing of it is left.
 
     Its caches are small, so that what was there in one round is not in the next. `folder` is for its temporary files,
@@ -287,7 +287,7 @@ def arena(
     cluster.supervisor.plan = cabled(cluster.supervisor.plan, network)
     try:
         with _temporary_files_in(folder), cluster:
-            ready = Arena(cluster, make_asks(cluster.supervisor.plan.info.name, count), network)
+            ready = ChaosHarness(cluster, make_asks(cluster.supervisor.plan.info.name, count), network)
             asyncio.run(ready.learn())
             yield ready
             ready.remains.look()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.chaos.cable import Cable
+from tests.chaos.faulty_link import FaultyLink
 from tests.chaos.owners import owner_of
 
 SHORT_S = 0.3
@@ -25,12 +25,12 @@ def server() -> Iterator[socket.socket]:
 
 
 @pytest.fixture
-def cable(server: socket.socket) -> Iterator[Cable]:
-    with Cable(server.getsockname()) as between:
+def cable(server: socket.socket) -> Iterator[FaultyLink]:
+    with FaultyLink(server.getsockname()) as between:
         yield between
 
 
-def connect(cable: Cable, server: socket.socket) -> tuple[socket.socket, socket.socket]:
+def connect(cable: FaultyLink, server: socket.socket) -> tuple[socket.socket, socket.socket]:
     """Both ends of a new connection through the cable."""
     near = socket.create_connection(cable.address, timeout=5)
     far, _ = server.accept()
@@ -38,7 +38,7 @@ def connect(cable: Cable, server: socket.socket) -> tuple[socket.socket, socket.
     return near, far
 
 
-def test_it_passes_both_ways_and_passes_on_the_end(cable: Cable, server: socket.socket) -> None:
+def test_it_passes_both_ways_and_passes_on_the_end(cable: FaultyLink, server: socket.socket) -> None:
     near, far = connect(cable, server)
     near.sendall(b"there")
     assert far.recv(10) == b"there"
@@ -48,7 +48,7 @@ def test_it_passes_both_ways_and_passes_on_the_end(cable: Cable, server: socket.
     assert near.recv(10) == b""
 
 
-def test_what_stalls_comes_later(cable: Cable, server: socket.socket) -> None:
+def test_what_stalls_comes_later(cable: FaultyLink, server: socket.socket) -> None:
     near, far = connect(cable, server)
     cable.set("stall")
     near.sendall(b"late")
@@ -60,7 +60,9 @@ def test_what_stalls_comes_later(cable: Cable, server: socket.socket) -> None:
     assert far.recv(10) == b"late"
 
 
-def test_what_is_dropped_never_comes_and_the_connection_is_broken_after(cable: Cable, server: socket.socket) -> None:
+def test_what_is_dropped_never_comes_and_the_connection_is_broken_after(
+    cable: FaultyLink, server: socket.socket
+) -> None:
     near, far = connect(cable, server)
     cable.set("drop")
     near.sendall(b"lost")
@@ -73,7 +75,7 @@ def test_what_is_dropped_never_comes_and_the_connection_is_broken_after(cable: C
         far.recv(10)
 
 
-def test_a_reset_breaks_what_there_is_and_refuses_what_comes(cable: Cable, server: socket.socket) -> None:
+def test_a_reset_breaks_what_there_is_and_refuses_what_comes(cable: FaultyLink, server: socket.socket) -> None:
     near, _ = connect(cable, server)
     cable.set("reset")
     with pytest.raises(ConnectionError):
@@ -88,7 +90,7 @@ def test_a_reset_breaks_what_there_is_and_refuses_what_comes(cable: Cable, serve
 
 def test_a_cable_may_be_cut_for_one_and_not_for_another(server: socket.socket) -> None:
     names = iter(["e0", None, "e0", None])
-    with Cable(server.getsockname(), source=lambda near, far: next(names)) as cable:
+    with FaultyLink(server.getsockname(), source=lambda near, far: next(names)) as cable:
         cut_off, far_of_cut_off = connect(cable, server)
         other, far_of_other = connect(cable, server)
         cable.set("drop", lambda who: who == "e0")

@@ -24,7 +24,7 @@ _POLL_S: Final = 0.02
 _RESET: Final = struct.pack("ii", 1, 0)  # SO_LINGER of 0 s: closing sends RST
 
 
-class Cable:
+class FaultyLink:
     """Listens on a port of its own and forwards to `target`, as long as it passes.
 
     `source` tells who has connected: a cable may be cut for some and not for others.
@@ -69,7 +69,7 @@ class Cable:
         for thread in self._threads:
             thread.join(5)
 
-    def __enter__(self) -> Cable:
+    def __enter__(self) -> FaultyLink:
         return self
 
     def __exit__(
