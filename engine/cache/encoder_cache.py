@@ -22,7 +22,7 @@ Reference: TypeAlias = tuple[str, int]
 
 
 @dataclass
-class _Entry:
+class _CacheEntry:
     size_bytes: int
     tensor: torch.Tensor | None = None
     references: set[Reference] = field(default_factory=set)
@@ -37,7 +37,7 @@ class EncoderCacheManager:
         self.peak_bytes = 0
         self.evictions = 0
         self.hits = 0
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _CacheEntry] = {}
         self._unreferenced: OrderedDict[str, None] = OrderedDict()  # content hashes, least recently used first
         self._unreferenced_bytes = 0
 
@@ -72,7 +72,7 @@ class EncoderCacheManager:
             self.evictions += 1
         if self.free_bytes < size_bytes:
             raise ValueError(f"{size_bytes} bytes asked for, {self.free_bytes} free of {self.capacity_bytes}")
-        self._entries[content_hash] = _Entry(size_bytes, references={reference})
+        self._entries[content_hash] = _CacheEntry(size_bytes, references={reference})
         self.used_bytes += size_bytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 

@@ -1,7 +1,5 @@
 """Input preparation gives the numbers of the document's two worked steps (block size 2, context 12, budget 10)."""
 
-import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import cast
 
@@ -129,24 +127,3 @@ def test_vectorised_arithmetic_equals_a_loop_over_tokens(data: st.DataObject) ->
     inputs = buffers.prepare(rows, counts)
     got = np.stack([inputs.positions, inputs.input_ids, inputs.slot_mapping], axis=1)
     assert [tuple(row) for row in got.tolist()] == expected
-
-
-def test_preparing_a_step_grows_no_faster_than_the_batch() -> None:
-    small, large = (min(seconds_of_steps(count, 30)) for count in (64, 256))
-    assert large < 8 * small
-    assert large < 150e-6 * 10  # the target is 150 us on a quiet core; a shared one may take its time
-
-
-def seconds_of_steps(count: int, repetitions: int) -> Iterator[float]:
-    """Of steady decoding: sequences of 150 tokens and more, which grow by one token a step."""
-    buffers = InputBuffers(count, 4096, 16)
-    slots = [acquire_slot(buffers) for _ in range(count)]
-    tokens = [list(range(150 + index % 16)) for index in range(count)]
-    for _ in range(repetitions):
-        for token_ids in tokens:
-            token_ids.append(7)
-        blocks = [list(range(1, 2 + len(token_ids) // 16)) for token_ids in tokens]
-        began_s = time.perf_counter()
-        buffers.update_all(slots, tokens, blocks, [len(token_ids) - 1 for token_ids in tokens])
-        buffers.prepare(slots, [1] * count)
-        yield time.perf_counter() - began_s
