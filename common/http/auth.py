@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 Guard = Callable[[str, str | None, str | None], bool]
 """Whether a call is allowed, by its path, its `Authorization` header and its client's host."""
 CONTROL_PATHS: Final = ("/drain", "/switch")
+LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "::1")
 _OPEN_PATHS: Final = frozenset({"/health", "/ready"})
 
 
@@ -71,7 +72,7 @@ def worker_guard(settings: Settings) -> Guard:
 
 def serves_anybody(settings: Settings) -> bool:
     """Return whether the API listens beyond this machine and asks for no key."""
-    return settings.host not in ("127.0.0.1", "localhost", "::1") and not api_keys(settings)
+    return settings.host not in LOOPBACK_HOSTS and not api_keys(settings)
 
 
 def _open_paths(settings: Settings) -> frozenset[str]:

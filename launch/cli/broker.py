@@ -24,6 +24,7 @@ from broker.cluster.embedded import EmbeddedBroker
 from broker.cluster.redis_client import connect
 from common.config import Settings
 from common.errors import TriptychError
+from common.http.auth import LOOPBACK_HOSTS
 from launch.cli.console import make_console
 from launch.cluster.configure import load_settings
 from launch.cluster.plan import reserve_port
@@ -37,7 +38,6 @@ INFO_METRICS: Final = {
 }
 """Fields of Redis INFO by the metric that shows them."""
 _PASSWORD: Final = re.compile(r"""[^\s"'\\]*""", re.ASCII)
-_LOOPBACK: Final = ("127.", "::1", "localhost")
 _POLL_S: Final = 0.2
 _OPEN_PORT: Final = "warning: the broker accepts every client that reaches this port: give --password-file"
 
@@ -74,7 +74,7 @@ def run_broker(host: str, port: int, http_port: int, password: str) -> int:
         shown = f"[{host}]" if ":" in host else host
         console.print(f"broker at redis://{shown}:{server.port}, pid {server.pid}", highlight=False)
         console.print(f"health at http://{shown}:{settings.port}/health · Ctrl-C stops both", highlight=False)
-        if not password and not host.startswith(_LOOPBACK):
+        if not password and host not in LOOPBACK_HOSTS:
             console.print(_OPEN_PORT, style="yellow", highlight=False, soft_wrap=True)
         asyncio.run(_serve(server, connect(url, retries=0), host, settings, console))
     finally:
