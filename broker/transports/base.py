@@ -11,67 +11,12 @@ from typing import Any, ClassVar, Final, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
-from broker.transports import checksums
-from broker.transports.payload import ChunkedBytes, DeviceBuffer, Payload
+from broker.transports.received import Received
 from common.errors import TriptychError
 from common.messages import TensorHeader
 
 QUEUE_TENSORS: Final = 64
 """Tensors on their way over one connection; the next tensor waits for a slot."""
-
-
-class ReceivedTensor(msgspec.Struct, frozen=True, eq=False):
-    """A tensor's header and bytes. `data` may be read-only, at any address, in pieces, or on a GPU.
-
-    `fault` says why the header contradicts itself or the number of bytes; None if consistent. Damage shows only after a
-    pass over the bytes: by `verify` or by `copy_into`. For pieces, arrival includes that pass.
-    """
-
-    header: TensorHeader
-    data: Payload | ChunkedBytes
-    fault: str | None = None
-    _release: Callable[[], None] | None = None
-
-    async def verify(self) -> str | None:
-        """Return the fault of the bytes; None for undamaged bytes and for a GPU's memory."""
-        if self.fault is not None or isinstance(self.data, DeviceBuffer):
-            return self.fault
-        if isinstance(self.data, ChunkedBytes):
-            return self._fault_of(self.data.checksum)
-        return self._fault_of(await checksums.checksum_of(self.data))
-
-    async def copy_into(self, target: memoryview) -> str | None:
-        """Copy the bytes, as many as `target` has, and check the copy; None for an undamaged copy.
-
-        Otherwise return the fault; then nobody may read `target`. Raises TypeError for the memory of a GPU.
-        """
-        if self.fault is not None:
-            return self.fault
-        if isinstance(self.data, DeviceBuffer):
-            raise TypeError("memory of a GPU is copied by CUDA")
-        if isinstance(self.data, memoryview):
-            return self._fault_of(await checksums.copy(self.data, target, hashed=target))
-        fault = await self.verify()
-        if fault is None:
-            await checksums.join(self.data, target)
-        return fault
-
-    def _fault_of(self, checksum: int) -> str | None:
-        if checksum == self.header.checksum:
-            return None
-        return "the checksum is not the one of these bytes: they were damaged on the way"
-
-    def release(self) -> None:
-        """Release the memory, after the last use of `data`. Safe from any thread, and idempotent.
-
-        An array made from `data` keeps the memory until its end. Garbage collection has the same effect, later.
-        """
-        try:
-            self.data.release()
-        except BufferError:  # an array looks at it
-            return
-        if self._release is not None:
-            self._release()
 
 
 class Unreachable(TriptychError):
@@ -102,8 +47,8 @@ class Receiver(Protocol):
     def num_unfinished(self) -> int:
         """Tensors discarded before their end: abandoned, too slow, unreadable. Broken ones count in `num_invalid`."""
 
-    def pop(self) -> ReceivedTensor | None:
-        """Return the next tensor of any sender, unchecked; None if no tensor waits.
+    def pop(self) -> Received | None:
+        """Return the next tensor of any sender, unchecked, or memory for a later tensor; None if nothing waits.
 
         Invalid messages are counted and dropped. Unread tensors wait, and beyond a bound their senders wait, too.
         """

@@ -19,16 +19,15 @@ import msgspec
 import zmq.asyncio
 from redis.asyncio import Redis
 
-from broker.transports.base import ReceivedTensor as ReceivedTensor
 from broker.transports.base import Receiver
 from broker.transports.cuda.runtime import CudaRuntime
 from broker.transports.factory import TransportContext, make_connectors, make_device_senders, make_receivers
 from broker.transports.payload import Payload
+from broker.transports.received import PushTarget, Received
+from broker.transports.received import ReceivedTensor as ReceivedTensor
 from broker.transports.routes import Route
 from broker.transports.routes import addresses_by_scheme as addresses_by_scheme
 from broker.transports.shm.push_buffer import PushBuffer, is_worth_it
-from broker.transports.shm.push_target import PushTarget
-from broker.transports.shm.receiver import ShmReceiver
 from common.config import Transport
 from common.messages import InstanceRecord, Offer, TensorHeader
 
@@ -86,15 +85,6 @@ class TensorReceiver:
         self.address = " ".join(receiver.address for receiver in self._receivers)
         self._turn_began_s = 0.0
 
-    def watch_pushes(self, on_push: Callable[[PushTarget], bool]) -> None:
-        """Call `on_push` with memory for a tensor about to arrive by a transport that shares memory beforehand.
-
-        False discards the memory. The tensor goes to the target's `on_complete`, or arrives in the ordinary way.
-        """
-        for receiver in self._receivers:
-            if isinstance(receiver, ShmReceiver):
-                receiver.on_push = on_push
-
     @property
     def num_invalid(self) -> int:
         return sum(receiver.num_invalid for receiver in self._receivers)
@@ -103,8 +93,11 @@ class TensorReceiver:
     def num_unfinished(self) -> int:
         return sum(receiver.num_unfinished for receiver in self._receivers)
 
-    async def receive(self) -> ReceivedTensor:
-        """Return the next tensor with a valid header, its bytes unchecked; call its `release` after use or refusal."""
+    async def receive(self) -> Received:
+        """Return the next tensor with a valid header, its bytes unchecked; call its `release` after use or refusal.
+
+        A transport that shares memory beforehand may return the memory first, before the tensor is computed.
+        """
         if time.monotonic() - self._turn_began_s > TURN_S:
             await asyncio.sleep(0)
             self._turn_began_s = time.monotonic()
@@ -112,10 +105,12 @@ class TensorReceiver:
             self._arrival.clear()
             await self._arrival.wait()
             self._turn_began_s = time.monotonic()
+        if isinstance(received, PushTarget):
+            return received
         fault = payload_fault(received.header, received.data.nbytes)
         return received if fault is None else msgspec.structs.replace(received, fault=fault)
 
-    def _pop(self) -> ReceivedTensor | None:
+    def _pop(self) -> Received | None:
         """Ask the transports in turn, so that no transport waits for another."""
         while self._ready:
             receiver = self._ready.popleft()

@@ -49,7 +49,7 @@ class EncodeDedup:
     ) -> None:
         """`build` and `prepare`, through which outputs pass, run on the engine's thread."""
         self.thread: EngineThread[EncoderEngine, EncoderResult] = EngineThread(
-            build, self._step, next_deadline_s=lambda engine: None, on_events=self._settle
+            build, self._step, next_deadline_s=lambda engine: None
         )
         self._prepare = prepare
         self._outputs = outputs
@@ -57,6 +57,12 @@ class EncodeDedup:
         self._computations: dict[str, _Computation] = {}  # by content hash
         self._numbers = itertools.count()
         self.num_shared = 0
+
+    async def run(self) -> None:
+        """Hand out outputs, until cancelled."""
+        async for results in self.thread.events():
+            self._settle(results)
+            del results  # or the outputs would be kept until the next batch
 
     @property
     def num_waiting(self) -> int:

@@ -98,6 +98,10 @@ class EncodeStage:
         """Wait for the preprocessing processes, started beside the model."""
         await self._pool.warm_up(POOL_START_S)
 
+    async def run(self) -> None:
+        """Hand encoder outputs to their items, until cancelled."""
+        await self._dedup.run()
+
     def submit(self, proxy: bytes, message: Encode) -> None:
         """Begin an item or a further attempt, unless known or refused as overload. The answer goes to `proxy`."""
         key, owner = key_of(message), (message.request_id, message.input_id)

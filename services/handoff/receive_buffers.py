@@ -20,12 +20,10 @@ import numpy as np
 import torch
 
 from broker.handoff.sender import Key
-from broker.transports.base import ReceivedTensor
 from broker.transports.cuda.runtime import CudaError, CudaRuntime
 from broker.transports.payload import DeviceBuffer
+from broker.transports.received import Bytes, PushedTensor, PushTarget, ReceivedTensor
 from broker.transports.shm.push_buffer import is_worth_it
-from broker.transports.shm.push_target import PushedTensor, PushTarget
-from broker.transports.shm.segment import Bytes
 from common.messages import TensorHeader
 from engine.device.choice import DTYPES
 from services.handoff.payloads import bytes_of

@@ -17,7 +17,7 @@ import torch
 from broker.handoff.channels import Delivery
 from broker.handoff.sender import Key, key_of
 from broker.transports.payload import DeviceBuffer
-from broker.transports.shm.push_target import PushedTensor, PushTarget
+from broker.transports.received import PushedTensor, PushTarget
 from broker.transports.tensors import ReceivedTensor, payload_fault
 from common.errors import ErrorInfo
 from common.messages import KV_INPUT_ID, Grant, KvOffer, Offer, Receipt, TensorHeader, Withdraw
@@ -58,7 +58,6 @@ class HandoffReceiver:
         self._device_parts = asyncio.Semaphore(MAX_DEVICE_PARTS)
         self._stored_s: dict[Key, float] = {}  # when the engine received a tensor, until its receipt
         self.outcomes: Counter[str] = Counter()
-        self._tensors.watch_pushes(self._expect)
         links.metrics.gauges["inputs_landing"] = lambda: len(self._buffers)
         links.metrics.gauges["offers_open"] = lambda: len(self._offers)
 
@@ -66,12 +65,9 @@ class HandoffReceiver:
         """Receive tensors, until cancelled."""
         while True:
             received = await self._tensors.receive()
-            key, offer, is_kept = key_of(received.header), self._expected(received), False
-            if isinstance(offer, KvOffer):
-                is_kept = await self._receive_part(key, received)
-            elif offer is not None:  # copied while the engine may be computing
-                self._hand_over(key, received, await self._buffers.receive(key, received))
-            if not is_kept:
+            if isinstance(received, PushTarget):
+                self._expect(received)
+            elif not await self._receive(received):
                 received.release()
             del received  # or the memory would be kept until the next tensor comes
 
@@ -171,26 +167,27 @@ class HandoffReceiver:
             self.outcomes[f"receipt_{answer.status}"] += 1
             self._links.channels.send(sender, "injected", answer)
 
-    def _expect(self, target: PushTarget) -> bool:
-        """Accept memory pushed by the sender of an offer. False for a tensor that is not awaited."""
+    def _expect(self, target: PushTarget) -> None:
+        """Accept memory pushed by the sender of an offer; discard the memory of a tensor that is not awaited."""
         header, key = target.header, key_of(target.header)
         offer = self._offers.get(key)
-        if not isinstance(offer, Offer) or _as_offered(offer) != _as_offered(header):
-            return False
-        target.on_complete = self._receive_pushed
-        return header.receiver_epoch == self._links.epoch and self._buffers.expect(key, target)
+        is_awaited = isinstance(offer, Offer) and _as_offered(offer) == _as_offered(header)
+        if not (is_awaited and header.receiver_epoch == self._links.epoch and self._buffers.expect(key, target)):
+            target.discard()
 
     # --- tensors
 
-    def _receive_pushed(self, received: PushedTensor) -> bool:
-        """Submit a tensor in pushed memory to the engine at once. False if the tensor must be copied."""
-        key = key_of(received.header)
-        if self._expected(received) is None:
-            return True
-        tensor = self._buffers.keep(key, received)
-        if tensor is not None:
+    async def _receive(self, received: ReceivedTensor) -> bool:
+        """Submit an awaited tensor to the engine. Return True if the engine releases the memory."""
+        key, offer = key_of(received.header), self._expected(received)
+        if isinstance(offer, KvOffer):
+            return await self._receive_part(key, received)
+        if offer is not None:
+            tensor = self._buffers.keep(key, received) if isinstance(received, PushedTensor) else None
+            if tensor is None:  # copied while the engine may be computing
+                tensor = await self._buffers.receive(key, received)
             self._hand_over(key, received, tensor)
-        return tensor is not None
+        return False
 
     def _expected(self, received: ReceivedTensor) -> Offer | KvOffer | None:
         """Return the offer of a tensor. None for a tensor that is not awaited, after a receipt to the sender."""

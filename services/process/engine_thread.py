@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Final, Generic, Protocol, TypeVar
 
 from common.errors import TriptychError
@@ -39,10 +39,10 @@ T = TypeVar("T")
 
 
 class EngineThread(Generic[E, Event]):
-    """Builds an engine on a new thread and drives the engine: run commands, step, hand out events.
+    """Builds an engine on a new thread and drives the engine: run commands, step, queue events.
 
     `loaded` ends when the engine is built, `ended` with the thread: with None after `stop`, or the exception that
-    killed it or that `on_events` raised.
+    killed it.
     """
 
     def __init__(
@@ -50,10 +50,9 @@ class EngineThread(Generic[E, Event]):
         build: Callable[[], E],
         step: Callable[[E], list[Event]],
         next_deadline_s: Callable[[E], float | None],
-        on_events: Callable[[list[Event]], None],
         answer: Callable[[E], list[Event]] | None = None,
     ) -> None:
-        """`step` and `next_deadline_s` (by `time.monotonic`) run on the engine's thread, `on_events` on the loop's.
+        """`step` and `next_deadline_s` (by `time.monotonic`) run on the engine's thread.
 
         `answer`, if any, runs between commands and step: the answers go out before the step computes.
         """
@@ -61,10 +60,10 @@ class EngineThread(Generic[E, Event]):
         self._step = step
         self._answer = answer
         self._next_deadline_s = next_deadline_s
-        self._on_events = on_events
         self._loop = asyncio.get_running_loop()
         self._inbound: queue.SimpleQueue[Callable[[E], None] | None] = queue.SimpleQueue()
         self._outbound: deque[list[Event]] = deque()
+        self._has_events = asyncio.Event()
         self._busy_since_s: float | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -89,6 +88,14 @@ class EngineThread(Generic[E, Event]):
         self.submit(command)
         async with asyncio.timeout(timeout_s):
             return await answer
+
+    async def events(self) -> AsyncIterator[list[Event]]:
+        """Yield the events of each step in the order of steps, until cancelled. For a single reader."""
+        while True:
+            await self._has_events.wait()
+            self._has_events.clear()
+            while self._outbound and not self._stopping:
+                yield self._outbound.popleft()
 
     def stop(self) -> None:
         """Ask the thread to end after the present step; later commands and events are discarded."""
@@ -140,7 +147,7 @@ class EngineThread(Generic[E, Event]):
         for produce in (self._answer, self._step):
             if produce is not None and (events := produce(engine)):
                 self._outbound.append(events)
-                self._post(self._hand_out)
+                self._post(self._has_events.set)
         self._busy_since_s = None
         return True
 
@@ -155,14 +162,6 @@ class EngineThread(Generic[E, Event]):
             while True:
                 commands.append(self._inbound.get_nowait())
         return commands
-
-    def _hand_out(self) -> None:
-        while self._outbound and not self._stopping:
-            try:
-                self._on_events(self._outbound.popleft())
-            except Exception as error:  # events are lost: their requests would hang, so this counts as the end
-                log.error("handling the engine's events failed", exc_info=True)
-                self._set_ended(error)
 
     def _set_loaded(self) -> None:
         if not self.loaded.done():

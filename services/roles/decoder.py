@@ -59,7 +59,6 @@ class DecoderService(ABC):
             build=self._build,
             step=self._step,
             next_deadline_s=lambda engine: engine.next_deadline_s(),
-            on_events=self._handle_events,
             answer=lambda engine: engine.answer(),
         )
         self._receiver = HandoffReceiver(links, self.thread)
@@ -88,7 +87,8 @@ class DecoderService(ABC):
             await self._encoding.start()
 
     def tasks(self) -> list[Coroutine[Any, Any, None]]:
-        return [self._receiver.run()]
+        encoding = [] if self._encoding is None else [self._encoding.run()]
+        return [self._receiver.run(), self._read_events(), *encoding]
 
     def review(self, instances: dict[str, InstanceRecord]) -> None:  # noqa: B027 (only prefill workers send)
         """Do nothing: offers of a lost sender end by their deadline, or by the next attempt."""
@@ -189,6 +189,10 @@ class DecoderService(ABC):
                 self._num_integrity_failures += 1
                 log.error("the engine's books do not add up", error=str(error))
         return events
+
+    async def _read_events(self) -> None:
+        async for events in self.thread.events():
+            self._handle_events(events)
 
     def _handle_events(self, events: list[Event]) -> None:
         """Handle events, but for those of an aborted attempt: the request may be here again."""

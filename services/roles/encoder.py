@@ -48,7 +48,7 @@ class EncoderService:
         await self.stage.start()
 
     def tasks(self) -> list[Coroutine[Any, Any, None]]:
-        return []
+        return [self.stage.run()]
 
     def review(self, instances: dict[str, InstanceRecord]) -> None:
         self._handoffs.review(instances)

@@ -21,8 +21,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from broker.cluster.registry import RECORD_TTL_S
 from broker.handoff.channels import ChannelName
-from broker.transports.base import ReceivedTensor
 from broker.transports.checksums import with_checksum
+from broker.transports.received import ReceivedTensor
 from common.errors import TriptychError
 from common.hashing import checksum
 from common.messages import (
@@ -333,9 +333,6 @@ class SimulatedTensorReceiver:
 
     def __init__(self) -> None:
         self.received: asyncio.Queue[ReceivedTensor] = asyncio.Queue()
-
-    def watch_pushes(self, on_push: object) -> None:
-        """Nothing is given: what comes is copied."""
 
     async def receive(self) -> ReceivedTensor:
         return await self.received.get()

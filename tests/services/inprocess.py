@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from broker.cluster.registry import Registry
 from broker.cluster.rpc import WorkerClient
 from broker.handoff.channels import ChannelName, ChannelReader, ChannelSender, Delivery
-from broker.transports.shm.push_target import PushTarget
+from broker.transports.received import PushTarget
 from broker.transports.tensors import ReceivedTensor, TensorReceiver, TensorSender
 from common.config import EngineConfig, Settings
 from common.errors import TriptychError
@@ -24,7 +24,7 @@ from common.model_info import load_model_info
 from services.worker_context import RoleService, WorkerContext
 from services.worker_process import WorkerProcess
 from tests.broker.conftest import running
-from tests.broker.transports.transport_kit import receive
+from tests.broker.transports.transport_kit import next_target, receive
 from tests.eventually import eventually
 
 CLUSTER = "c"
@@ -163,9 +163,10 @@ class Peer:
         values = {"status": "granted"} | changes
         self.send("allocated", Grant(offer.request_id, offer.input_id, offer.attempt, **values))
 
-    def watch_pushes(self, on_push: Callable[[PushTarget], bool]) -> None:
-        """Hear of memory that is given for tensors to come."""
-        self._receiver.watch_pushes(on_push)
+    async def pushed(self) -> PushTarget:
+        """Memory that is given for a tensor to come."""
+        async with asyncio.timeout(10):
+            return await next_target(self._receiver)
 
     async def tensor(self) -> ReceivedTensor:
         """What has come, its bytes looked at."""

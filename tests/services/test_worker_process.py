@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +38,14 @@ from tests.eventually import eventually
 
 
 class IdleEngine:
-    """An engine that has nothing to do."""
+    """An engine that has nothing to do, and only says what it is made to say."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def step(self) -> list[str]:
+        events, self.events = self.events, []
+        return events
 
     def has_work(self) -> bool:
         return False
@@ -62,7 +69,7 @@ class IdleRole:
 
     def __post_init__(self) -> None:
         self.thread: EngineThread[IdleEngine, Any] = EngineThread(
-            build=self._build, step=lambda _: [], next_deadline_s=lambda _: None, on_events=lambda _: None
+            build=self._build, step=IdleEngine.step, next_deadline_s=lambda _: None
         )
         self.threads = (self.thread,)
 
@@ -73,7 +80,11 @@ class IdleRole:
     async def start(self, own: InstanceRecord) -> None: ...
 
     def tasks(self) -> list[Coroutine[Any, Any, None]]:
-        return []
+        return [self._read_events()]
+
+    async def _read_events(self) -> None:
+        async for events in self.thread.events():
+            raise ZeroDivisionError(events)
 
     def handle_request(self, proxy: bytes, message: ToWorker) -> None:
         if isinstance(message, Generate):
@@ -170,13 +181,21 @@ async def test_sigterm_ends_it_cleanly_and_leaves_no_key(broker_url: str, redis:
     assert await redis.keys("c:*") == []
 
 
-async def test_a_dead_engine_ends_the_process_with_an_error(broker_url: str, redis: Redis) -> None:
-    def die(_: IdleEngine) -> None:
-        raise ZeroDivisionError
+def die(_: IdleEngine) -> None:
+    raise ZeroDivisionError
 
+
+def say_too_much(engine: IdleEngine) -> None:
+    engine.events.append("an event that its role cannot handle")
+
+
+@pytest.mark.parametrize("command", [die, say_too_much])
+async def test_a_dead_engine_or_role_ends_the_process_with_an_error(
+    broker_url: str, redis: Redis, command: Callable[[IdleEngine], None]
+) -> None:
     async with worker(broker_url, redis) as running:
         await running.record()
-        running.role.thread.submit(die)
+        running.role.thread.submit(command)
         async with asyncio.timeout(5):
             assert await running.task == 1
     assert await redis.keys("c:*") == []

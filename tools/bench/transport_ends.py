@@ -26,7 +26,7 @@ from broker.transports.cuda.runtime import CudaError
 from broker.transports.nixl.agent import module_name
 from broker.transports.nixl.memory import CUDA_SCHEME as NIXL_CUDA_SCHEME
 from broker.transports.payload import DeviceBuffer
-from broker.transports.tensors import TensorReceiver, TensorSender, addresses_by_scheme
+from broker.transports.tensors import ReceivedTensor, TensorReceiver, TensorSender, addresses_by_scheme
 from common.config import Transport
 from common.messages import InstanceRecord, TensorHeader, decode_tensor_header, encode
 from common.process import malloc
@@ -68,7 +68,7 @@ class TensorSink:
         self._targets = [bytearray() for _ in range(NUM_TARGETS)] if copies else []
 
     async def receive(self) -> TensorHeader:
-        received = await self._receiver.receive()
+        received = cast(ReceivedTensor, await self._receiver.receive())  # no source pushes memory
         fault = await (received.copy_into(self._target(received.data.nbytes)) if self._targets else received.verify())
         if fault is not None:
             raise ValueError(fault)
@@ -111,7 +111,7 @@ class CudaSink:
         self._target, self._target_bytes = 0, 0
 
     async def receive(self) -> TensorHeader:
-        received = await self._receiver.receive()
+        received = cast(ReceivedTensor, await self._receiver.receive())  # no source pushes memory
         if received.fault is not None or not isinstance(received.data, DeviceBuffer):
             raise ValueError(received.fault or "came through the host")
         await asyncio.to_thread(self._copy, received.data)

@@ -14,13 +14,14 @@ from typing import Final
 
 import numpy as np
 
-from broker.transports.base import OnArrival, ReceivedTensor
+from broker.transports.base import OnArrival
 from broker.transports.cuda.runtime import CudaError, CudaRuntime
 from broker.transports.cuda.wire import VERSION, ArenaHello, for_receiver
 from broker.transports.linked import packets
 from broker.transports.linked.receiver import LinkedPeer, LinkedReceiver
 from broker.transports.linked.wire import NONCE_BYTES, Announce, Welcome
 from broker.transports.payload import DeviceBuffer
+from broker.transports.received import ReceivedTensor
 from common.messages import encode
 from common.telemetry import get_logger
 

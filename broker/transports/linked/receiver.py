@@ -10,10 +10,11 @@ from collections import deque
 from contextlib import suppress
 from typing import ClassVar, Final
 
-from broker.transports.base import QUEUE_TENSORS, OnArrival, ReceivedTensor
+from broker.transports.base import QUEUE_TENSORS, OnArrival
 from broker.transports.linked import packets
 from broker.transports.linked.sender import HANDSHAKE_S, boot_id
 from broker.transports.linked.wire import Release
+from broker.transports.received import Received
 from common.messages import encode
 from common.telemetry import get_logger
 
@@ -35,12 +36,12 @@ class LinkedReceiver(ABC):
         self._max_bytes = max_bytes
         self.num_invalid = 0
         self.num_unfinished = 0  # a tensor is announced when all of it is there
-        self._arrived: deque[ReceivedTensor] = deque()  # bounded by what each sender may have out
+        self._arrived: deque[Received] = deque()  # bounded by what each sender may have out
         self._peers: set[LinkedPeer] = set()
         self._listener = packets.SameUserListener(self._begin, self._refused)
         self.address = f"{self.link_scheme}://{boot_id()}/{self._listener.name}"
 
-    def pop(self) -> ReceivedTensor | None:
+    def pop(self) -> Received | None:
         return self._arrived.popleft() if self._arrived else None
 
     def close(self) -> None:
@@ -52,8 +53,8 @@ class LinkedReceiver(ABC):
     def _make_peer(self, connected: socket.socket) -> LinkedPeer:
         """Make the peer of a connected sender; the peer calls `deliver` and `ended`."""
 
-    def deliver(self, received: ReceivedTensor) -> None:
-        """A tensor has come."""
+    def deliver(self, received: Received) -> None:
+        """Queue an arrival for `pop`."""
         self._arrived.append(received)
         self._on_arrival(self)
 

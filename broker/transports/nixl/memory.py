@@ -13,11 +13,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, Final, TypeAlias
 
-from broker.transports.base import ReceivedTensor
 from broker.transports.cuda.arena import DeviceArena
 from broker.transports.cuda.runtime import CudaError, CudaRuntime
 from broker.transports.nixl.agent import HostMemory, NixlAgent, NixlError, RegisteredBuffer, RegisteredMemory
 from broker.transports.payload import DeviceBuffer
+from broker.transports.received import ReceivedTensor
 from common.messages import TensorHeader
 from common.telemetry import get_logger
 

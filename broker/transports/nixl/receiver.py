@@ -10,7 +10,7 @@ import zmq
 import zmq.asyncio
 
 from broker.cluster.curve import secure_listener
-from broker.transports.base import OnArrival, ReceivedTensor
+from broker.transports.base import OnArrival
 from broker.transports.nixl.agent import NixlAgent, NixlError, RegisteredBuffer
 from broker.transports.nixl.memory import ReceiveMemory
 from broker.transports.nixl.wire import (
@@ -33,6 +33,7 @@ from broker.transports.nixl.wire import (
     Where,
     for_receiver,
 )
+from broker.transports.received import ReceivedTensor
 from common.messages import encode
 from common.telemetry import get_logger
 

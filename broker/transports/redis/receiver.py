@@ -9,7 +9,8 @@ from typing import Final
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from broker.transports.base import OnArrival, ReceivedTensor
+from broker.transports.base import OnArrival
+from broker.transports.received import ReceivedTensor
 from broker.transports.redis.wire import (
     DONE,
     LOST,

@@ -6,7 +6,7 @@
     discard, at the latest when the handoff ends
 
 Between computation and announcement no loop wakes up, and no byte is copied twice. Each buffer serves a single tensor:
-a stopped sender may write on without harm. See push_target, and docs/reference/transports.md for the gain.
+a stopped sender may write on without harm. See received, and docs/reference/transports.md for the gain.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import numpy as np
 
 from broker.transports.checksums import PIECE_BYTES
 from broker.transports.linked.wire import Announce
+from broker.transports.received import Bytes
 from broker.transports.shm import segment
-from broker.transports.shm.segment import Bytes
 from broker.transports.shm.wire import Give, TakeBack, ToReceiver, Written
 from common.hashing import Checksum
 from common.messages import TensorHeader

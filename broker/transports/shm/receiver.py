@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import socket
 import weakref
-from collections.abc import Callable
 from typing import Final
 
 from broker.transports.arena import aligned
-from broker.transports.base import OnArrival, ReceivedTensor
 from broker.transports.linked import packets
 from broker.transports.linked.receiver import LinkedPeer, LinkedReceiver
 from broker.transports.linked.wire import NONCE_BYTES, Announce, Welcome
+from broker.transports.received import Bytes, PushTarget, ReceivedTensor
 from broker.transports.shm import push_buffer, segment
-from broker.transports.shm.push_target import PushTarget
 from broker.transports.shm.wire import VERSION, Bundle, Give, Hello, TakeBack, Written, for_receiver
 from common.messages import encode
 from common.telemetry import get_logger
@@ -33,11 +31,6 @@ class ShmReceiver(LinkedReceiver):
     link_scheme = SCHEME
     memory = "shared memory"
 
-    def __init__(self, on_arrival: OnArrival, *, max_bytes: int) -> None:
-        super().__init__(on_arrival, max_bytes=max_bytes)
-        self.on_push: Callable[[PushTarget], bool] = _accept
-        """Called with memory for a tensor about to arrive; False discards the memory."""
-
     def _make_peer(self, connected: socket.socket) -> LinkedPeer:
         return ShmPeer(connected, self, self._max_bytes)
 
@@ -47,9 +40,8 @@ class ShmPeer(LinkedPeer):
 
     def __init__(self, connected: socket.socket, receiver: ShmReceiver, max_bytes: int) -> None:
         super().__init__(connected, receiver, max_bytes)
-        self._owner = receiver
         self._pushed: dict[int, PushTarget] = {}
-        self._arena: segment.Bytes | None = None
+        self._arena: Bytes | None = None
 
     def close(self) -> None:
         super().close()
@@ -96,8 +88,7 @@ class ShmPeer(LinkedPeer):
             log.warning("memory for a tensor cannot be mapped", error=str(error))
             memory = None
         target = self._pushed[slot] = PushTarget(message.header, memory)
-        if not self._owner.on_push(target):
-            target.discard()
+        self._receiver.deliver(target)
 
     def _target(self, slot: int) -> PushTarget:
         if slot not in self._pushed:
@@ -107,10 +98,8 @@ class ShmPeer(LinkedPeer):
     def _receive_pushed(self, announced: Announce) -> None:
         target = self._pushed.pop(announced.slot)
         received = target.complete(announced.header)
-        if received is None:  # delivered without its bytes, so that the sender gets a receipt
-            self._receiver.deliver(ReceivedTensor(announced.header, memoryview(b"")))
-        elif not target.on_complete(received):
-            self._receiver.deliver(received)
+        # Discarded memory is a tensor without bytes, so that the sender gets a receipt.
+        self._receiver.deliver(received or ReceivedTensor(announced.header, memoryview(b"")))
 
     def _receive(self, announced: Announce, fds: list[int]) -> None:
         size, memory = announced.size_bytes, self._arena
@@ -132,7 +121,7 @@ class ShmPeer(LinkedPeer):
         for header, end in zip(bundle.headers, ends, strict=True):
             self._receiver.deliver(ReceivedTensor(header, data[end - header.size_bytes : end]))
 
-    def _view(self, slot: int, memory: segment.Bytes, offset: int, size: int) -> memoryview:
+    def _view(self, slot: int, memory: Bytes, offset: int, size: int) -> memoryview:
         """Return part of a sender's memory, released when its last view is gone."""
         end = offset + size
         if end > memory.size:
@@ -140,7 +129,3 @@ class ShmPeer(LinkedPeer):
         part = memory[offset:end]
         self._held[slot] = weakref.ref(part, lambda _: self._unused(slot))
         return part.data
-
-
-def _accept(target: PushTarget) -> bool:
-    return True

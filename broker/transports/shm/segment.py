@@ -14,9 +14,9 @@ from functools import cache
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
-Bytes = npt.NDArray[np.uint8]
+from broker.transports.received import Bytes
+
 AVAILABLE: Final = hasattr(os, "memfd_create")
 """False elsewhere than on Linux."""
 _MAP_FIXED: Final = 0x10  # from Linux's mman-common.h

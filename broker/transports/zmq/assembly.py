@@ -15,8 +15,8 @@ from typing import Final
 
 import msgspec
 
-from broker.transports.base import ReceivedTensor
 from broker.transports.payload import ChunkedBytes
+from broker.transports.received import ReceivedTensor
 from broker.transports.zmq.wire import PIECE_BYTES, First, Head, Next
 from common.messages import TensorHeader
 from common.telemetry import get_logger

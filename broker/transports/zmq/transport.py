@@ -17,8 +17,9 @@ import zmq
 import zmq.asyncio
 
 from broker.cluster.curve import OVERHEAD_BYTES, secure_client, secure_listener
-from broker.transports.base import QUEUE_TENSORS, OnArrival, ReceivedTensor, took_none
+from broker.transports.base import QUEUE_TENSORS, OnArrival, took_none
 from broker.transports.checksums import TURN_BYTES, with_checksum
+from broker.transports.received import ReceivedTensor
 from broker.transports.zmq.assembly import Assembly
 from broker.transports.zmq.wire import (
     MAX_HEAD_BYTES,

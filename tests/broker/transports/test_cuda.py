@@ -13,7 +13,7 @@ from socket import socket as Socket
 
 import pytest
 
-from broker.transports.base import QUEUE_TENSORS, ReceivedTensor, Unreachable
+from broker.transports.base import QUEUE_TENSORS, Unreachable
 from broker.transports.cuda import sender as cuda_transport
 from broker.transports.cuda.arena import DeviceArena
 from broker.transports.cuda.receiver import CudaReceiver
@@ -24,6 +24,7 @@ from broker.transports.linked import packets
 from broker.transports.linked import sender as linked
 from broker.transports.linked.wire import Announce, Release, Welcome, for_sender
 from broker.transports.payload import DeviceBuffer
+from broker.transports.received import ReceivedTensor
 from common.errors import TriptychError
 from common.messages import encode
 from tests.broker.transports.fake_cuda import GARBAGE, FakeCuda

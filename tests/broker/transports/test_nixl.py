@@ -19,13 +19,13 @@ import zmq.asyncio
 from structlog.testing import capture_logs
 
 from broker.transports import factory as choice
-from broker.transports.base import ReceivedTensor
 from broker.transports.nixl import agent as nixl_agent
 from broker.transports.nixl import sender as nixl_sender
 from broker.transports.nixl.agent import HostMemory, NixlAgent, NixlError, RegisteredBuffer
 from broker.transports.nixl.memory import NixlArena
 from broker.transports.nixl.receiver import NixlReceiver
 from broker.transports.payload import DeviceBuffer
+from broker.transports.received import ReceivedTensor
 from broker.transports.tensors import TensorReceiver, TensorSender, addresses_by_scheme
 from common.config import Transport
 from common.errors import TriptychError

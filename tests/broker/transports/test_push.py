@@ -17,9 +17,9 @@ from redis.asyncio import Redis
 from broker.transports.checksums import PIECE_BYTES
 from broker.transports.linked import packets
 from broker.transports.linked.wire import Announce
+from broker.transports.received import PushedTensor, PushTarget
 from broker.transports.shm import push_buffer, segment
 from broker.transports.shm.push_buffer import PushBuffer
-from broker.transports.shm.push_target import PushedTensor, PushTarget
 from broker.transports.shm.wire import Give, TakeBack, Written
 from broker.transports.tensors import TensorReceiver, TensorSender
 from common.hashing import checksum
@@ -29,7 +29,8 @@ from tests.broker.transports.transport_kit import (
     RawSender,
     fd_of,
     kit_of,
-    noted_in,
+    next_target,
+    next_tensor,
     of_bytes,
     open_files,
     still_works,
@@ -62,8 +63,8 @@ class Pair:
         """A gift whose memory has been touched on both sides."""
         given = self.give(num_bytes)
         assert isinstance(given, PushBuffer)
-        number = len(self.rooms)
-        await eventually(lambda: given._state == "ready" and len(self.rooms) > number)
+        self.rooms.append(await next_target(self.receiver))
+        await eventually(lambda: given._state == "ready")
         await asyncio.to_thread(self.rooms[-1].touch)
         return given
 
@@ -71,14 +72,13 @@ class Pair:
 @pytest.fixture
 async def pair(kit: Kit) -> Pair:
     pair = Pair(kit.sender(), kit.receiver())
-    pair.receiver.watch_pushes(noted_in(pair.rooms))
     await transfer(pair.sender, pair.receiver, of_bytes(b"x"), memoryview(b"x"))
     return pair
 
 
 async def arrival(receiver: TensorReceiver) -> PushedTensor:
     async with asyncio.timeout(10):
-        received = await receiver.receive()
+        received = await next_tensor(receiver)
     assert isinstance(received, PushedTensor)
     return received
 
@@ -135,10 +135,10 @@ async def test_what_is_dropped_leaves_nothing_behind_and_makes_room_for_others(p
             assert one is not None
             one.discard()
             one.discard()
-    await eventually(lambda: len(pair.rooms) == 3 * push_buffer.MAX_PUSHES)
-    await eventually(lambda: all(room.memory is None for room in pair.rooms))
+    targets = [await next_target(pair.receiver) for _ in range(3 * push_buffer.MAX_PUSHES)]
+    await eventually(lambda: all(target.memory is None for target in targets))
     assert pair.receiver.num_invalid == 0
-    pair.rooms.clear()
+    targets.clear()
     del given, one
     await eventually(lambda: open_files() <= files)
 
@@ -189,7 +189,8 @@ async def test_a_system_without_memory_or_threads_is_no_error(pair: Pair, monkey
     with monkeypatch.context() as patch:
         patch.setattr("threading.Thread.start", lambda thread: (_ for _ in ()).throw(RuntimeError("no thread")))
         assert pair.give(MIB) is None
-    await eventually(lambda: len(pair.rooms) == 1 and pair.rooms[0].memory is None)
+    target = await next_target(pair.receiver)
+    await eventually(lambda: target.memory is None)
     await pair.ready(MIB)
 
 
@@ -203,31 +204,18 @@ async def test_memory_that_the_receiver_cannot_map_is_none_and_the_tensor_is_fou
         patch.setattr(segment, "open_received", fail)
         given = await pair.ready(MIB)
     given.send(memoryview(bytes(MIB)))
-    received = await pair.receiver.receive()
+    received = await next_tensor(pair.receiver)
     assert "there are 0" in str(received.fault)
     await pair.ready(MIB)
 
 
 async def test_what_nobody_waits_for_is_told_of_without_its_bytes(pair: Pair) -> None:
-    pair.receiver.watch_pushes(lambda room: bool(pair.rooms.append(room)))
     given = await pair.ready(MIB)
-    await eventually(lambda: pair.rooms[0].memory is None)
+    pair.rooms[0].discard()
     given.send(memoryview(bytes(MIB)))
-    received = await pair.receiver.receive()
+    received = await next_tensor(pair.receiver)
     assert received.header.size_bytes == MIB
     assert "there are 0" in str(received.fault)
-
-
-async def test_a_taker_gets_the_tensor_before_all_others_and_may_leave_it(pair: Pair) -> None:
-    for taken in (True, False):
-        given = await pair.ready(MIB)
-        got: list[PushedTensor] = []
-        pair.rooms[-1].on_complete = lambda received, got=got, taken=taken: got.append(received) or taken  # type: ignore[misc]
-        given.send(memoryview(bytes(MIB)))
-        await eventually(lambda got=got: len(got) == 1)
-        if not taken:
-            assert await arrival(pair.receiver) == got[0]
-    assert pair.receiver._pop() is None
 
 
 async def test_a_finalizer_that_sends_while_something_is_sent_does_not_wait_for_itself(pair: Pair) -> None:
@@ -245,7 +233,7 @@ async def test_what_the_receiver_discards_does_not_arrive_whatever_the_sender_do
     given = await pair.ready(2 * MIB)
     pair.rooms[0].discard()
     await asyncio.to_thread(given.send, memoryview(bytes(2 * MIB)))
-    assert "there are 0" in str((await pair.receiver.receive()).fault)
+    assert "there are 0" in str((await next_tensor(pair.receiver)).fault)
     data = memoryview(b"the next one")
     assert (await transfer(pair.sender, pair.receiver, of_bytes(data), data)).data == data
     assert pair.receiver.num_invalid == 0
@@ -285,17 +273,18 @@ async def test_bytes_are_compared_with_their_checksum_however_they_were_told_of(
 
 
 async def test_a_sender_that_dies_takes_back_what_it_has_not_announced(kit: Kit) -> None:
-    receiver, data, rooms = kit.receiver(), os.urandom(10_000), list[PushTarget]()
-    receiver.watch_pushes(noted_in(rooms))
+    receiver, data = kit.receiver(), os.urandom(10_000)
     files = open_files()
     sender = await RawSender(receiver).greet()
     await given_by(sender, 0, data)
     await given_by(sender, 1, data)
     assert sender.socket.try_send(encode(Written(1, 5000)))
     assert sender.socket.try_send(announced(0, data))
+    await next_target(receiver)
+    second = await next_target(receiver)
     received = await arrival(receiver)
     sender.socket.close()
-    await eventually(lambda: rooms[1].memory is None)
+    await eventually(lambda: second.memory is None)
     assert await received.verify() is None  # what has arrived stays
     await eventually(lambda: open_files() <= files)
 

@@ -11,11 +11,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broker.transports.base import ReceivedTensor
 from broker.transports.linked.wire import Announce
+from broker.transports.received import PushTarget, ReceivedTensor
 from broker.transports.shm import push_buffer, segment
 from broker.transports.shm.push_buffer import PushBuffer, PushBuffers
-from broker.transports.shm.push_target import PushTarget
 from broker.transports.shm.wire import Give, TakeBack, ToReceiver, Written
 from common.hashing import checksum
 from common.messages import TensorHeader

@@ -13,7 +13,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from broker.transports.base import ReceivedTensor
+from broker.transports.received import ReceivedTensor
 from broker.transports.redis import receiver as redis_receiver
 from broker.transports.redis import sender as redis_transport
 from broker.transports.redis import wire as redis_wire

@@ -12,8 +12,9 @@ import zmq.asyncio
 from redis.asyncio import Redis
 
 from broker.cluster.curve import OVERHEAD_BYTES, ClusterContext
-from broker.transports.base import QUEUE_TENSORS, ReceivedTensor
+from broker.transports.base import QUEUE_TENSORS
 from broker.transports.payload import ChunkedBytes
+from broker.transports.received import ReceivedTensor
 from broker.transports.tensors import TensorReceiver
 from broker.transports.zmq import assembly as zmq_assembly
 from broker.transports.zmq import transport as zmq_transport

@@ -10,7 +10,7 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -28,8 +28,8 @@ from broker.transports.linked import packets
 from broker.transports.linked.wire import NONCE_BYTES
 from broker.transports.nixl.agent import module_name
 from broker.transports.payload import ChunkedBytes, Payload
+from broker.transports.received import PushTarget
 from broker.transports.shm import segment
-from broker.transports.shm.push_target import PushTarget
 from broker.transports.shm.wire import Hello
 from broker.transports.tensors import ReceivedTensor, TensorReceiver, TensorSender
 from common.messages import InstanceRecord, TensorHeader, encode
@@ -154,9 +154,23 @@ async def transfer(
     return receiving.result()
 
 
+async def next_tensor(receiver: TensorReceiver) -> ReceivedTensor:
+    """The next tensor as it has come, past the memory that was given for tensors."""
+    while isinstance(received := await receiver.receive(), PushTarget):
+        pass
+    return received
+
+
+async def next_target(receiver: TensorReceiver) -> PushTarget:
+    """Memory for a tensor to come, which is what comes next."""
+    received = await receiver.receive()
+    assert isinstance(received, PushTarget)
+    return received
+
+
 async def receive(receiver: TensorReceiver) -> ReceivedTensor:
     """The next tensor, its bytes in one piece; its `fault` says what a pass over them has found, too."""
-    received = await receiver.receive()
+    received = await next_tensor(receiver)
     fault = await received.verify()
     data = received.data
     return msgspec.structs.replace(
@@ -169,16 +183,6 @@ async def still_works(kit: Kit, receiver: TensorReceiver) -> None:
     data = memoryview(os.urandom(1000))
     received = await transfer(kit.sender(), receiver, of_bytes(data), data)
     assert (received.data, received.fault) == (data, None)
-
-
-def noted_in(rooms: list[PushTarget]) -> Callable[[PushTarget], bool]:
-    """Takes all memory that is given."""
-
-    def note(room: PushTarget) -> bool:
-        rooms.append(room)
-        return True
-
-    return note
 
 
 def fd_of(data: bytes, *, size: int | None = None) -> int:

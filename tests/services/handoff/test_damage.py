@@ -9,8 +9,7 @@ import pytest
 import zmq.asyncio
 from redis.asyncio import Redis
 
-from broker.transports.base import ReceivedTensor
-from broker.transports.shm.push_target import PushTarget
+from broker.transports.received import PushTarget, ReceivedTensor
 from broker.transports.tensors import TensorReceiver
 from common.config import Transport
 from common.hashing import content_hash

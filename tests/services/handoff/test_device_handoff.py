@@ -17,10 +17,10 @@ import zmq.asyncio
 from redis.asyncio import Redis
 
 from broker.handoff.sender import Key, key_of
-from broker.transports.base import ReceivedTensor
 from broker.transports.cuda import sender as cuda_transport
 from broker.transports.cuda.runtime import CudaError
 from broker.transports.payload import DeviceBuffer, Payload
+from broker.transports.received import ReceivedTensor
 from broker.transports.tensors import TensorSender
 from common.hashing import checksum, content_hash
 from common.messages import Encode, Encoded, Generate, InputSlot, TensorHeader, Tokens

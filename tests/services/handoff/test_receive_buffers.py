@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from broker.transports.base import ReceivedTensor
+from broker.transports.received import PushedTensor, PushTarget, ReceivedTensor
 from broker.transports.shm import push_buffer, segment
-from broker.transports.shm.push_target import PushedTensor, PushTarget
 from common.hashing import checksum
 from common.messages import TensorHeader
 from services.handoff.payloads import bytes_of

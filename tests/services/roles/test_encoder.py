@@ -17,8 +17,8 @@ from structlog.testing import capture_logs
 
 from broker.cluster.redis_client import connect
 from broker.cluster.registry import Registry
+from broker.transports.received import PushedTensor
 from broker.transports.shm import push_buffer
-from broker.transports.shm.push_target import PushedTensor, PushTarget
 from broker.transports.tensors import ReceivedTensor
 from common.errors import ErrorInfo
 from common.hashing import content_hash
@@ -27,7 +27,6 @@ from common.sampling_params import SamplingParams
 from services.encode.output_sink import RemoteSink
 from services.encode.preprocess_pool import MemoryGate
 from services.roles.encoder import EncoderService
-from tests.broker.transports.transport_kit import noted_in
 from tests.eventually import eventually
 from tests.services.cluster import sign
 from tests.services.inprocess import CLUSTER, InProcess, Peer, in_process
@@ -250,15 +249,13 @@ async def test_an_output_that_has_left_and_not_arrived_is_sent_again(giving: Set
 
 
 async def test_what_was_given_for_an_aborted_item_is_taken_back(giving: Setting) -> None:
-    rooms: list[PushTarget] = []
-    giving.peer.watch_pushes(noted_in(rooms))
     with giving.busy():
         await giving.encode("r")
         giving.peer.grant(await giving.offer("r"))
-        await eventually(lambda: len(rooms) == 1)
+        target = await giving.peer.pushed()
         await giving.abort("r")
-        header = rooms[0].header
-        await eventually(lambda: rooms[0].memory is None)
+        await eventually(lambda: target.memory is None)
+    header = target.header
     assert (header.request_id, header.sender, header.receiver_epoch) == ("r", "w0", giving.peer.record.epoch)
 
 
