@@ -1,4 +1,4 @@
-"""Every kind of fault in the matrix at least once, at drawn moments: `make chaos MATRIX=1`, half an hour on two quiet cores.
+"""Every kind of fault in the matrix at least once, at drawn moments: `make chaos MATRIX=1`, some half an hour.
 
 Each cell goes to one of the setups, by the seed: pictures or sounds. CHAOS_SEED=N makes the same rounds again,
 CHAOS_MATRIX=2 two of every cell. What came of it is printed in the end as a table.
