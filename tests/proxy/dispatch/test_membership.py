@@ -6,6 +6,9 @@ import asyncio
 import math
 import socket
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import openai
 import pytest
@@ -15,7 +18,7 @@ from common.errors import ErrorInfo
 from common.messages import Encode, Generate
 from proxy.dispatch.worker import WatchedClient
 from proxy.dispatch.worker_pool import WorkerPool
-from tests.proxy.conftest import eventually
+from tests.proxy.conftest import ProxyHarness, eventually
 from tests.proxy.fake_decoders import FakeDecoder
 from tests.proxy.fake_workers import SILENT
 from tests.proxy.sample_media import image_part, picture
@@ -42,17 +45,23 @@ async def test_a_stream_whose_only_decoder_died_goes_on_when_it_is_back(serve):
         await rig.assert_clean()
 
 
+@asynccontextmanager
+async def silent_decoder(rig: ProxyHarness, **changes: Any) -> AsyncIterator[None]:
+    """Let the proxy know a decoder for the length of the block whose address accepts connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        host, port = silent.getsockname()
+        decoder = await rig.cluster.add_decoder(requests_address=f"tcp://{host}:{port}", **changes)
+        await eventually(lambda: decoder.id in rig.service.pool._workers)
+        yield
+        await decoder.die()
+
+
 async def test_a_worker_that_cannot_be_connected_to_gets_nothing_while_there_is_another_one(serve):
     """It is in the registry, and something accepts connections where it should be, but says nothing."""
-    async with serve() as rig:
-        with socket.create_server(("127.0.0.1", 0)) as silent:
-            host, port = silent.getsockname()
-            cut_off = await rig.cluster.add_decoder(requests_address=f"tcp://{host}:{port}")
-            await eventually(lambda: cut_off.id in rig.service.pool._workers)
-            for _ in range(4):
-                assert (await rig.chat()).choices[0].message.content == "a red sign"
-            assert rig.count("retries_total", reason="decoder_gone") == 0
-            await cut_off.die()
+    async with serve() as rig, silent_decoder(rig):
+        for _ in range(4):
+            assert (await rig.chat()).choices[0].message.content == "a red sign"
+        assert rig.count("retries_total", reason="decoder_gone") == 0
 
 
 async def test_requests_that_wait_are_spread_over_workers_that_are_found_together(serve, monkeypatch):
@@ -94,13 +103,9 @@ async def test_requests_that_wait_get_a_worker_beside_one_that_cannot_be_connect
         await rig.wait_for_workers()
         waiting = asyncio.create_task(rig.chat())
         await eventually(lambda: len(rig.service.dispatcher.runners) == 1)
-        with socket.create_server(("127.0.0.1", 0)) as silent:
-            host, port = silent.getsockname()
-            cut_off = await rig.cluster.add_decoder(requests_address=f"tcp://{host}:{port}")
-            await eventually(lambda: cut_off.id in rig.service.pool._workers)
+        async with silent_decoder(rig):
             await rig.cluster.add_decoder()
             assert (await waiting).choices[0].message.content == "a red sign"
-            await cut_off.die()
 
 
 @pytest.mark.parametrize("draining", [False, True])
@@ -108,23 +113,15 @@ async def test_a_role_that_was_away_for_long_is_back_once_a_new_worker_is_found_
     async with serve(decoders=0) as rig:
         pool = rig.service.pool
         pool._last_usable_s["prefill_decode"] = time.monotonic() - 3600
-        with socket.create_server(("127.0.0.1", 0)) as silent:
-            host, port = silent.getsockname()
-            found = await rig.cluster.add_decoder(requests_address=f"tcp://{host}:{port}", draining=draining)
-            await eventually(lambda: found.id in pool._workers)
+        async with silent_decoder(rig, draining=draining):
             assert (pool.absent_s("prefill_decode") < 60) is not draining
-            await found.die()
 
 
 async def test_where_no_worker_can_be_connected_to_that_is_said_after_a_while(serve):
     async with serve(decoders=0, handoff_timeout_s=0.5) as rig:
-        with socket.create_server(("127.0.0.1", 0)) as silent:
-            host, port = silent.getsockname()
-            cut_off = await rig.cluster.add_decoder(requests_address=f"tcp://{host}:{port}")
-            await eventually(lambda: cut_off.id in rig.service.pool._workers)
+        async with silent_decoder(rig):
             response = await rig.http.post("/v1/completions", json={"prompt": "x"})
             assert (response.status_code, "retry-after" in response.headers) == (503, True)
-            await cut_off.die()
         await rig.assert_clean()
 
 
