@@ -148,6 +148,7 @@ async def serving(
                 rig = ProxyHarness(service, cluster, base_url, client, http, server)
                 await rig.wait_for_workers()
                 yield rig
+                await rig.assert_clean()
     assert await redis.keys(f"{name}*") == []
 
 

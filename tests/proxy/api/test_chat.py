@@ -24,7 +24,6 @@ async def test_text_is_answered_with_usage(serve):
         assert (sampling.max_tokens, sampling.temperature, sampling.seed) == (20, 0, 5)
         assert (sampling.top_p, sampling.top_k) == (0.5, 3)
         await eventually(lambda: rig.service.admission.inflight == 0)
-        await rig.assert_clean()
 
 
 async def test_a_stream_gives_the_same_text_and_its_usage_at_the_end(serve):
@@ -38,7 +37,6 @@ async def test_a_stream_gives_the_same_text_and_its_usage_at_the_end(serve):
         assert chunks[-1].choices == []
         assert len({chunk.id for chunk in chunks}) == 1
         assert len(chunks) > 4
-        await rig.assert_clean()
 
 
 async def test_a_stream_is_whole_for_clients_that_take_every_line_end_of_unicode_for_one(serve):
@@ -79,7 +77,6 @@ async def test_a_stop_string_across_tokens_ends_the_answer_and_aborts(serve, str
         assert (text, finish) == ("seven red ", "stop")
         await eventually(lambda: rig.aborted() == {"pd0"})
         await eventually(lambda: not decoder._running)
-        await rig.assert_clean()
 
 
 async def test_pictures_leave_one_placeholder_each_and_go_to_different_encoders(serve):
@@ -99,7 +96,6 @@ async def test_pictures_leave_one_placeholder_each_and_go_to_different_encoders(
         assert [by_input[i].content_hash for i in (0, 1)] == [slot.content_hash for slot in generate.inputs]
         assert by_input[0].destination == "pd0"
         assert answer.usage.prompt_tokens == len(generate.prompt_token_ids) + 20
-        await rig.assert_clean()
 
 
 async def test_the_same_picture_goes_to_the_same_encoder(serve):
@@ -151,7 +147,6 @@ async def test_a_prompt_over_the_context_length_says_so(serve, text_model):
             await rig.chat("few words", max_tokens=1000)
         assert caught.value.code == "context_length_exceeded"
         assert "128" in str(caught.value)
-        await rig.assert_clean()
 
 
 @pytest.mark.slow
@@ -170,7 +165,6 @@ async def test_bodies_of_millions_of_values_and_conversations_of_thousands_of_tu
         with pytest.raises(openai.BadRequestError) as ids:
             await rig.client.completions.create(model=rig.model, prompt=[10**6] * 1000)
         assert (ids.value.code, ids.value.param) == ("context_length_exceeded", "prompt")
-        await rig.assert_clean()
 
 
 async def test_a_text_far_beyond_the_context_is_refused_by_its_field(serve, text_model):
@@ -181,4 +175,3 @@ async def test_a_text_far_beyond_the_context_is_refused_by_its_field(serve, text
         with pytest.raises(openai.BadRequestError) as caught:
             await rig.client.completions.create(model=rig.model, prompt="many words " * 2**20)
         assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
-        await rig.assert_clean()

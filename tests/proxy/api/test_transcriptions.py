@@ -36,7 +36,6 @@ async def test_a_short_clip_goes_as_it_is_and_every_format_of_answer_works(serve
         verbose = await create(model=rig.model, file=_upload(clip), language="en", response_format="verbose_json")
         assert (verbose.language, verbose.duration, verbose.text) == ("english", 2.5, "well said")
         assert [(s.start, s.end, s.text.strip()) for s in verbose.segments] == [(0, 2.5, "well said")]
-        await rig.assert_clean()
 
 
 async def test_prompts_are_those_of_transformers(serve, whisper_model):
@@ -117,7 +116,6 @@ async def test_a_long_recording_is_cut_where_it_is_quiet_and_joined_in_order(ser
         stream = await create(model=rig.model, file=_upload(speech(70)), stream=True, language="en")
         events = [event async for event in stream]
         assert "".join(event.delta for event in events[:-1]) == "part 0 part 1 part 2" == events[-1].text
-        await rig.assert_clean()
 
 
 BAD_FORMS = (
@@ -167,7 +165,6 @@ async def test_a_form_that_cannot_be_read_is_400_and_says_why(serve, whisper_mod
             assert content_type.rpartition("charset=")[2] in message or "boundary" in message
         for content_type in ('Multipart/Form-Data; boundary="x"; charset="UTF-8"', "multipart/form-data;boundary=x"):
             assert await post(content_type) == (400, "the form has no file")
-        await rig.assert_clean()
 
 
 async def test_bad_fields_are_named(serve, whisper_model):
@@ -175,7 +172,6 @@ async def test_bad_fields_are_named(serve, whisper_model):
         for form, status, param in BAD_FORMS:
             response = await rig.http.post("/v1/audio/transcriptions", data=form, files={"file": _upload(speech(1))})
             assert (form, response.status_code, response.json()["error"]["param"]) == (form, status, param)
-        await rig.assert_clean()
 
 
 async def test_what_is_no_recording_is_400(serve, whisper_model):
@@ -191,7 +187,6 @@ async def test_what_is_no_recording_is_400(serve, whisper_model):
             "/v1/audio/transcriptions", content=b"x", headers={"content-type": "multipart/form-data"}
         )
         assert broken.status_code == 400
-        await rig.assert_clean()
 
 
 async def test_a_model_without_ears_refuses_transcriptions_and_a_speech_model_refuses_text(serve, whisper_model):

@@ -62,7 +62,6 @@ async def test_json_fields(serve, path, model, needed) -> None:
         wrong = [(code, body[:200]) for code, body in zip(statuses, bodies, strict=True) if code not in (200, 400, 404)]
         assert wrong == []
         assert statuses.count(200) > 50
-        await rig.assert_clean()
 
 
 @pytest.mark.parametrize(("path", "model", "needed"), ENDPOINTS)
@@ -80,7 +79,6 @@ async def test_no_field_makes_a_large_message_to_a_worker(serve, path, model, ne
         sent = [message for worker in rig.cluster.workers for message in worker.received]
         assert len(sent) >= statuses.count(200) > 5
         assert max(len(encode(message)) for message in sent) < LARGEST_MESSAGE_BYTES
-        await rig.assert_clean()
 
 
 async def test_form_fields(serve, whisper_model) -> None:
@@ -91,7 +89,6 @@ async def test_form_fields(serve, whisper_model) -> None:
                 form = {name: value}
                 response = await rig.http.post("/v1/audio/transcriptions", data=form, files={"file": ("x", clip)})
                 assert response.status_code in (200, 400, 404), (form, response.text)
-        await rig.assert_clean()
 
 
 BAD = [{}] * 10_000

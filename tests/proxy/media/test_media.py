@@ -77,7 +77,6 @@ async def test_a_redirect_to_loopback_is_refused(serve, monkeypatch):
         assert seen[0] == public
         assert "localhost" in str(caught.value)
         assert caught.value.param == "messages[0].content[0].image_url.url"
-        await rig.assert_clean()
 
 
 async def test_private_addresses_are_refused(serve):
@@ -127,7 +126,6 @@ async def test_a_url_that_does_not_give_a_picture_is_the_clients_fault(serve):
                 await rig.chat([_url_part(f"{url}/{index}?token=secret")])
             assert caught.value.status_code in (400, 413)
             assert "secret" not in str(caught.value)
-        await rig.assert_clean()
 
 
 async def test_endless_redirects_end(serve):
@@ -154,7 +152,6 @@ async def test_bad_data_urls_name_their_place(serve):
                 await rig.chat([image_part(picture()), _url_part(url)])
             assert caught.value.param == "messages[0].content[1].image_url.url"
         assert rig.cluster.encoders[0].received == []
-        await rig.assert_clean()
 
 
 async def test_too_many_and_too_large_items_are_refused(serve):

@@ -61,7 +61,6 @@ async def test_a_prompt_that_is_too_large_to_be_computed_apart_is_sent_to_nobody
         with pytest.raises(openai.APIStatusError, match="more than the 2000 allowed"):
             await rig.chat("x", stop=["s" * 1000] * 3)
         assert not any(one.of(Generate) for one in [*rig.cluster.prefills, *rig.cluster.decoders])
-        await rig.assert_clean()
 
 
 async def test_an_answer_that_is_too_large_for_the_proxy_ends_its_request_and_is_not_asked_for_again(serve):
@@ -108,7 +107,6 @@ async def test_log_probabilities_of_a_prompt_computed_apart_that_are_too_large_e
         assert sum(len(prefill.of(Generate)) for prefill in rig.cluster.prefills) == 1
         assert len(decoder.of(Generate)) == 1
         decoder.resume.set()
-        await rig.assert_clean()
 
 
 @pytest.mark.parametrize("count", [0, 1, 20])

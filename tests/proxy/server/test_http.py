@@ -119,7 +119,6 @@ async def test_bad_fields_are_named(serve):
             assert (body, error["param"]) == (body, param)
             assert error["type"] == "invalid_request_error"
         assert rig.cluster.decoders[0].received == []
-        await rig.assert_clean()
 
 
 async def test_unsupported_fields_that_are_switched_off_are_fine(serve):
@@ -180,7 +179,6 @@ async def test_several_prompts_give_a_choice_each(serve, stream):
             texts = [choice.text for choice in answer.choices]
             assert answer.usage.prompt_tokens == 3
         assert texts == ["sign 5", "sign 6", "sign 7"]
-        await rig.assert_clean()
 
 
 BAD_COMPLETIONS = (
@@ -211,7 +209,6 @@ async def test_bad_completions_are_named(serve):
         for fields, param in BAD_COMPLETIONS:
             response = await rig.http.post("/v1/completions", json=fields)
             assert (fields, response.status_code, response.json()["error"]["param"]) == (fields, 400, param)
-        await rig.assert_clean()
 
 
 async def test_metrics_count_what_happened(serve):
@@ -260,7 +257,6 @@ async def test_each_finished_request_is_one_line_of_the_log_without_its_content(
             stream = await rig.chat("a secret", stream=True)
             await anext(aiter(stream))
             await stream.close()
-            await rig.assert_clean()
     ended = [entry for entry in logs if entry["event"] == "request ended"]
     assert [entry["outcome"] for entry in ended] == ["ok", "ok", "invalid_request", "client_left"]
     assert ended[0]["request"] == answer.id
