@@ -32,16 +32,15 @@ async def _progressed(rig, count: int) -> None:
     await eventually(lambda: len(runner._progress._sequences[0].token_ids) == count)
 
 
-async def test_a_stream_whose_only_decoder_died_goes_on_when_it_is_back(serve):
-    async with serve() as rig:
-        rig.cluster.decoders[0].pause_after = 2
-        stream = await rig.chat(stream=True)
-        await _progressed(rig, 2)
-        await rig.cluster.decoders[0].die()
-        await rig.wait_for_workers()
-        back = await rig.cluster.add_decoder()
-        assert (await gather(stream))[0] == {0: "a red sign"}
-        assert [len(part.token_ids) for part in back.of(Generate)[0].resumed] == [2]
+async def test_a_stream_whose_only_decoder_died_goes_on_when_it_is_back(rig):
+    rig.cluster.decoders[0].pause_after = 2
+    stream = await rig.chat(stream=True)
+    await _progressed(rig, 2)
+    await rig.cluster.decoders[0].die()
+    await rig.wait_for_workers()
+    back = await rig.cluster.add_decoder()
+    assert (await gather(stream))[0] == {0: "a red sign"}
+    assert [len(part.token_ids) for part in back.of(Generate)[0].resumed] == [2]
 
 
 @asynccontextmanager
@@ -95,15 +94,14 @@ async def test_requests_that_wait_are_spread_over_workers_that_are_found_togethe
         await asyncio.gather(*waiting)
 
 
-async def test_requests_that_wait_get_a_worker_beside_one_that_cannot_be_connected_to(serve):
-    async with serve() as rig:
-        await rig.cluster.decoders[0].die()
-        await rig.wait_for_workers()
-        waiting = asyncio.create_task(rig.chat())
-        await eventually(lambda: len(rig.service.dispatcher.runners) == 1)
-        async with silent_decoder(rig):
-            await rig.cluster.add_decoder()
-            assert (await waiting).choices[0].message.content == "a red sign"
+async def test_requests_that_wait_get_a_worker_beside_one_that_cannot_be_connected_to(rig):
+    await rig.cluster.decoders[0].die()
+    await rig.wait_for_workers()
+    waiting = asyncio.create_task(rig.chat())
+    await eventually(lambda: len(rig.service.dispatcher.runners) == 1)
+    async with silent_decoder(rig):
+        await rig.cluster.add_decoder()
+        assert (await waiting).choices[0].message.content == "a red sign"
 
 
 @pytest.mark.parametrize("draining", [False, True])
@@ -121,27 +119,25 @@ async def test_where_no_worker_can_be_connected_to_that_is_said_after_a_while(se
         assert (response.status_code, "retry-after" in response.headers) == (503, True)
 
 
-async def test_what_a_worker_says_that_is_no_message_is_counted_and_changes_nothing(serve):
-    async with serve() as rig:
-        decoder = rig.cluster.decoders[0]
-        decoder.pause_after = 2
-        stream = await rig.chat(stream=True)
-        await _progressed(rig, 2)
-        for junk in ([b"\xc1"], [b"two", b"frames"], [b""]):
-            await decoder.server._socket.send_multipart([decoder.proxies[-1], *junk])
-        await eventually(lambda: rig.count("invalid_replies_total") == 3)
-        decoder.resume.set()
-        assert (await gather(stream))[0] == {0: "a red sign"}
+async def test_what_a_worker_says_that_is_no_message_is_counted_and_changes_nothing(rig):
+    decoder = rig.cluster.decoders[0]
+    decoder.pause_after = 2
+    stream = await rig.chat(stream=True)
+    await _progressed(rig, 2)
+    for junk in ([b"\xc1"], [b"two", b"frames"], [b""]):
+        await decoder.server._socket.send_multipart([decoder.proxies[-1], *junk])
+    await eventually(lambda: rig.count("invalid_replies_total") == 3)
+    decoder.resume.set()
+    assert (await gather(stream))[0] == {0: "a red sign"}
 
 
-async def test_a_request_that_comes_while_the_only_decoder_restarts_waits_for_it(serve):
-    async with serve() as rig:
-        await rig.cluster.decoders[0].die()
-        await rig.wait_for_workers()
-        task = asyncio.create_task(rig.chat(PICTURE))
-        await eventually(lambda: len(rig.service.dispatcher.runners) == 1)
-        await rig.cluster.add_decoder()
-        assert (await task).choices[0].message.content == "a red sign"
+async def test_a_request_that_comes_while_the_only_decoder_restarts_waits_for_it(rig):
+    await rig.cluster.decoders[0].die()
+    await rig.wait_for_workers()
+    task = asyncio.create_task(rig.chat(PICTURE))
+    await eventually(lambda: len(rig.service.dispatcher.runners) == 1)
+    await rig.cluster.add_decoder()
+    assert (await task).choices[0].message.content == "a red sign"
 
 
 async def test_the_wait_for_a_decoder_counts_from_when_the_last_one_was_lost(serve):
@@ -153,27 +149,25 @@ async def test_the_wait_for_a_decoder_counts_from_when_the_last_one_was_lost(ser
         assert (response.status_code, "retry-after" in response.headers) == (503, True)
 
 
-async def test_a_proxy_that_has_not_looked_for_workers_yet_waits_for_them(serve):
+async def test_a_proxy_that_has_not_looked_for_workers_yet_waits_for_them(rig):
     """As one that was started again under load: its clients are there before it has seen the registry."""
-    async with serve() as rig:
-        known = rig.service.pool
-        pool = WorkerPool(known._registry, known.own, rig.service.dispatcher, lambda: None, zmq.asyncio.Context())
-        assert pool.absent_s("prefill_decode") < rig.service.settings.handoff_timeout_s
-        await pool._apply({})
-        assert pool.absent_s("prefill_decode") == math.inf
-        pool._context.term()
+    known = rig.service.pool
+    pool = WorkerPool(known._registry, known.own, rig.service.dispatcher, lambda: None, zmq.asyncio.Context())
+    assert pool.absent_s("prefill_decode") < rig.service.settings.handoff_timeout_s
+    await pool._apply({})
+    assert pool.absent_s("prefill_decode") == math.inf
+    pool._context.term()
 
 
-async def test_pictures_wait_for_the_only_encoder_to_come_back(serve):
-    async with serve() as rig:
-        rig.cluster.encoders[0].script = lambda message: SILENT
-        task = asyncio.create_task(rig.chat(PICTURE))
-        await eventually(lambda: bool(rig.cluster.encoders[0].of(Encode)))
-        await rig.cluster.encoders[0].die()
-        await eventually(lambda: rig.count("retries_total", reason="encoder_gone") == 1)
-        back = await rig.cluster.add_encoder()
-        assert (await task).choices[0].message.content == "a red sign"
-        assert [message.attempt for message in back.of(Encode)] == [1]
+async def test_pictures_wait_for_the_only_encoder_to_come_back(rig):
+    rig.cluster.encoders[0].script = lambda message: SILENT
+    task = asyncio.create_task(rig.chat(PICTURE))
+    await eventually(lambda: bool(rig.cluster.encoders[0].of(Encode)))
+    await rig.cluster.encoders[0].die()
+    await eventually(lambda: rig.count("retries_total", reason="encoder_gone") == 1)
+    back = await rig.cluster.add_encoder()
+    assert (await task).choices[0].message.content == "a red sign"
+    assert [message.attempt for message in back.of(Encode)] == [1]
 
 
 async def test_pictures_whose_encoder_is_lost_for_good_are_refused_with_retry_after(serve):
@@ -223,18 +217,17 @@ async def test_a_job_whose_last_encoder_dies_moves_to_a_worker_that_encodes(serv
         await eventually(lambda: rig.aborted() == {"pd0"})
 
 
-async def test_a_job_that_waits_for_an_encoder_moves_to_a_worker_that_joins_and_encodes(serve):
-    async with serve() as rig:
-        (encoder,) = rig.cluster.encoders
-        encoder.script = lambda message: SILENT
-        task = asyncio.create_task(rig.chat(PICTURE))
-        await eventually(lambda: bool(encoder.of(Encode)))
-        await encoder.die()
-        await eventually(lambda: rig.count("retries_total", reason="encoder_gone") == 1)
-        assert not task.done()
-        able = await rig.cluster.add_decoder("epd", encodes=True)
-        assert (await task).choices[0].message.content == "a red sign"
-        assert len(able.of(Encode)) == 1
+async def test_a_job_that_waits_for_an_encoder_moves_to_a_worker_that_joins_and_encodes(rig):
+    (encoder,) = rig.cluster.encoders
+    encoder.script = lambda message: SILENT
+    task = asyncio.create_task(rig.chat(PICTURE))
+    await eventually(lambda: bool(encoder.of(Encode)))
+    await encoder.die()
+    await eventually(lambda: rig.count("retries_total", reason="encoder_gone") == 1)
+    assert not task.done()
+    able = await rig.cluster.add_decoder("epd", encodes=True)
+    assert (await task).choices[0].message.content == "a red sign"
+    assert len(able.of(Encode)) == 1
 
 
 async def test_a_prompt_with_a_picture_is_repeated_where_the_picture_can_be_encoded(serve):
@@ -273,18 +266,17 @@ async def test_a_decoder_encodes_itself_only_when_every_encoder_has_failed(serve
         assert len(decoder.of(Encode)) == rig.count("encoder_fallbacks_total") == 1
 
 
-async def test_a_new_worker_gets_work_within_two_seconds(serve):
-    async with serve() as rig:
-        rig.cluster.decoders[0].pause_after = 1
-        first = await rig.chat(stream=True)
-        new = await rig.cluster.add_decoder()
-        began = time.monotonic()
-        await rig.wait_for_workers()
-        second = await rig.chat(stream=True)
-        assert new.of(Generate)
-        assert time.monotonic() - began < 2.0
-        rig.cluster.decoders[0].resume.set()
-        assert [await gather(stream) for stream in (first, second)] == [({0: "a red sign"}, {0: "stop"})] * 2
+async def test_a_new_worker_gets_work_within_two_seconds(rig):
+    rig.cluster.decoders[0].pause_after = 1
+    first = await rig.chat(stream=True)
+    new = await rig.cluster.add_decoder()
+    began = time.monotonic()
+    await rig.wait_for_workers()
+    second = await rig.chat(stream=True)
+    assert new.of(Generate)
+    assert time.monotonic() - began < 2.0
+    rig.cluster.decoders[0].resume.set()
+    assert [await gather(stream) for stream in (first, second)] == [({0: "a red sign"}, {0: "stop"})] * 2
 
 
 async def test_a_draining_worker_finishes_what_it_has_and_gets_nothing_new(serve):

@@ -131,15 +131,14 @@ def test_the_log_probabilities_of_the_longest_allowed_prompt_fit_into_a_message(
     ],
 )
 async def test_more_prompt_logprobs_than_a_message_holds_are_refused_at_once(
-    serve, monkeypatch, path, prompt, fields, param
+    monkeypatch, rig, path, prompt, fields, param
 ):
-    async with serve() as rig:
-        assert (await rig.http.post(f"/v1/{path}", json={**prompt, **fields, "max_tokens": 1})).status_code == 200
-        room = 50 * len(encode(TokenLogprob(2**31, -0.1, 2**31, [(2**31, -0.1)] * 20)))
-        monkeypatch.setattr(logprobs, "MAX_FROM_WORKER_BYTES", logprobs._REST_BYTES + room)
-        response = await rig.http.post(f"/v1/{path}", json={**prompt, **fields, "max_tokens": 1})
-        error = response.json()["error"]
-        assert (response.status_code, error["code"], error["param"]) == (400, "invalid_request", param)
-        assert f"{param} is 20 for" in error["message"]
-        assert "at most 50 are allowed" in error["message"]
-        assert (await rig.http.post(f"/v1/{path}", json={**prompt, "max_tokens": 1})).status_code == 200
+    assert (await rig.http.post(f"/v1/{path}", json={**prompt, **fields, "max_tokens": 1})).status_code == 200
+    room = 50 * len(encode(TokenLogprob(2**31, -0.1, 2**31, [(2**31, -0.1)] * 20)))
+    monkeypatch.setattr(logprobs, "MAX_FROM_WORKER_BYTES", logprobs._REST_BYTES + room)
+    response = await rig.http.post(f"/v1/{path}", json={**prompt, **fields, "max_tokens": 1})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "invalid_request", param)
+    assert f"{param} is 20 for" in error["message"]
+    assert "at most 50 are allowed" in error["message"]
+    assert (await rig.http.post(f"/v1/{path}", json={**prompt, "max_tokens": 1})).status_code == 200

@@ -124,8 +124,7 @@ async def test_of_an_upload_no_more_is_counted_than_there_is(serve, whisper_mode
         assert answer.status_code == 413  # its windows would be a third copy
 
 
-async def test_a_budget_is_a_share_of_the_memory_if_none_is_given(serve):
-    async with serve() as rig:
-        assert rig.service.admission.budget.limit_bytes > 64 * KIB * KIB
-        body = chat_body([audio_part(speech(1))])
-        assert (await post(rig, body)).status_code == 400  # signpost hears nothing
+async def test_a_budget_is_a_share_of_the_memory_if_none_is_given(rig):
+    assert rig.service.admission.budget.limit_bytes > 64 * KIB * KIB
+    body = chat_body([audio_part(speech(1))])
+    assert (await post(rig, body)).status_code == 400  # signpost hears nothing
