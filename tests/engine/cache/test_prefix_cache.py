@@ -21,7 +21,7 @@ from engine.state.prefix import extend_hashes
 from tests import tiny_models
 from tests.engine.conftest import AUDIO_FRAMES
 from tests.engine.driving import Driver, Job, greedy, make_engine, run, sampled, text, text_tokens
-from tests.engine.models.media import encoded, noise, sound_file, tone
+from tests.media_files import encoded, noise, sound_file, tone
 
 SIZE = 4
 

@@ -13,7 +13,7 @@ from engine import processors
 from engine.models.base import EncoderModel
 from engine.models.registry import load_encoder
 from engine.processors import ProcessedInput
-from tests.engine.models.media import encoded, noise
+from tests.media_files import encoded, noise
 
 QWEN_SIZES = ((28, 28), (84, 140), (196, 112), (28, 196), (150, 75))
 

@@ -10,7 +10,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration, WhisperForCondition
 from engine import processors
 from engine.processors import ProcessedInput
 from tests.engine.models.encoders import assert_bfloat16_close, assert_outputs_equal, pictures
-from tests.engine.models.media import sound_file, tone
+from tests.media_files import sound_file, tone
 
 
 def clips(folder: Path) -> list[ProcessedInput]:

@@ -46,8 +46,8 @@ from engine.processors.idefics3 import Idefics3Processor, PieceSettings, image_t
 from engine.processors.llava import CropSettings, LlavaProcessor, image_to_square
 from tests.engine.models.dense import decoder_of, logits_of
 from tests.engine.models.encoders import assert_bfloat16_close, assert_outputs_equal, encoder_of, pictures
-from tests.engine.models.media import encoded, noise
 from tests.equality.processors import expand, make_processor
+from tests.media_files import encoded, noise
 from tests.tiny.llava import make_idefics3, make_llava
 
 CPU = torch.device("cpu")

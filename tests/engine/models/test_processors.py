@@ -15,7 +15,7 @@ from transformers import AutoFeatureExtractor, AutoImageProcessor
 
 from common.errors import TriptychError
 from engine import processors
-from tests.engine.models.media import encoded, noise, sound_file, tone
+from tests.media_files import encoded, noise, sound_file, tone
 
 
 def refused(kind: str, media: bytes) -> TriptychError:

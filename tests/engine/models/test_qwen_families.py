@@ -29,8 +29,8 @@ from engine.processors import ProcessedInput
 from engine.processors.qwen2_audio import num_output_tokens
 from tests.engine.models.dense import DenseAttention, decoder_of, logits_of
 from tests.engine.models.encoders import QWEN_SIZES, assert_outputs_equal, encoder_of, pictures
-from tests.engine.models.media import encoded, noise, sound_file, tone
 from tests.engine.models.test_decoders import assert_equal_logits
+from tests.media_files import encoded, noise, sound_file, tone
 from tests.tiny import qwen
 
 SECONDS = (0.05, 0.7, 2.345, float(qwen.CLIP_SECONDS))
