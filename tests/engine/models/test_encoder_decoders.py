@@ -27,19 +27,15 @@ from engine.processors import ProcessedInput
 from tests.engine.models.dense import decoder_of, logits_of
 from tests.engine.models.encoders import assert_outputs_equal
 from tests.engine.models.test_decoders import assert_equal_logits
+from tests.equality.cases import ENCODER_DECODER_FAMILIES
+from tests.equality.conftest import MAKERS
 from tests.tiny import encdec
 
 CPU = torch.device("cpu")
-MAKERS: dict[str, Callable[..., Path]] = {
-    "bart": encdec.make_bart,
-    "mbart": encdec.make_mbart,
-    "t5": encdec.make_t5,
-    "flan_t5": encdec.make_flan_t5,
-}
 LENGTHS = (7, 40, 1, 128, 42, 7)
 
 
-@pytest.fixture(scope="module", params=MAKERS)
+@pytest.fixture(scope="module", params=ENCODER_DECODER_FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return MAKERS[request.param](tmp_path_factory.mktemp("models") / request.param)
 
