@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.chaos.faulty_link import FaultyLink
+from tests.chaos.faulty_link import FaultyLink, Mode
 from tests.chaos.owners import owner_of
 
 SHORT_S = 0.3
@@ -48,29 +48,27 @@ def test_it_passes_both_ways_and_passes_on_the_end(cable: FaultyLink, server: so
     assert near.recv(10) == b""
 
 
-def test_what_stalls_comes_later(cable: FaultyLink, server: socket.socket) -> None:
+def holds_back(cable: FaultyLink, mode: Mode, server: socket.socket) -> socket.socket:
+    """Return the far end of a connection on which nothing has come while the cable was in a mode; it passes again."""
     near, far = connect(cable, server)
-    cable.set("stall")
+    cable.set(mode)
     near.sendall(b"late")
     far.settimeout(SHORT_S)
     with pytest.raises(TimeoutError):
         far.recv(10)
     cable.set("pass")
     far.settimeout(5)
-    assert far.recv(10) == b"late"
+    return far
+
+
+def test_what_stalls_comes_later(cable: FaultyLink, server: socket.socket) -> None:
+    assert holds_back(cable, "stall", server).recv(10) == b"late"
 
 
 def test_what_is_dropped_never_comes_and_the_connection_is_broken_after(
     cable: FaultyLink, server: socket.socket
 ) -> None:
-    near, far = connect(cable, server)
-    cable.set("drop")
-    near.sendall(b"lost")
-    far.settimeout(SHORT_S)
-    with pytest.raises(TimeoutError):
-        far.recv(10)
-    cable.set("pass")
-    far.settimeout(5)
+    far = holds_back(cable, "drop", server)
     with pytest.raises(ConnectionError):
         far.recv(10)
 

@@ -63,19 +63,11 @@ def table() -> Iterator[Table]:
     print(f"\nCHAOS_SEED={SEED}\n{table}")
 
 
-@pytest.mark.parametrize("arena_of", [PICTURES], indirect=True)
-@pytest.mark.parametrize("cell", cells_of(PICTURES), ids=str)
-async def test_cell_with_pictures(
-    arena_of: ChaosHarness, cell: Cell, table: Table, request: pytest.FixtureRequest
-) -> None:
-    await _endure(arena_of, cell, table, request.node.name)
+CELLS = [(setup, cell) for setup in (PICTURES, SOUNDS) for cell in cells_of(setup)]
 
 
-@pytest.mark.parametrize("arena_of", [SOUNDS], indirect=True)
-@pytest.mark.parametrize("cell", cells_of(SOUNDS), ids=str)
-async def test_cell_with_sounds(
-    arena_of: ChaosHarness, cell: Cell, table: Table, request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.parametrize(("arena_of", "cell"), CELLS, indirect=["arena_of"], ids=str)
+async def test_cell(arena_of: ChaosHarness, cell: Cell, table: Table, request: pytest.FixtureRequest) -> None:
     await _endure(arena_of, cell, table, request.node.name)
 
 

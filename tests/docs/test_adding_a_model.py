@@ -30,7 +30,7 @@ import engine.processors
 from common.families import FAMILIES, Family
 from common.sampling_params import SamplingParams
 from engine.llm import LLM
-from tests.engine.models.media import encoded, noise
+from tests.media_files import encoded, noise
 from tests.tiny_models import (
     CHAT_SPECIALS,
     FIRST_SPECIAL,

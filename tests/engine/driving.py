@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,6 +115,17 @@ class Driver:
         self.events += events
         return events
 
+    def step_while(self, condition: Callable[[], object]) -> None:
+        """Step as long as a condition holds."""
+        first = self.num_steps
+        while condition():
+            assert self.num_steps - first < MAX_STEPS, f"no end after {MAX_STEPS} steps: {self.engine.stats()}"
+            self.step()
+
+    def step_to_token(self, count: int, name: str, index: int = 0) -> None:
+        """Step until a sequence has so many tokens."""
+        self.step_while(lambda: len(self.tokens.get((name, index), ())) < count)
+
     def _take(self, event: Event) -> None:
         if isinstance(event, Grant) and event.status == "granted":
             content, rows = self.jobs[event.request_id].media[event.input_id]
@@ -134,12 +146,12 @@ class Driver:
 
     def finish(self) -> Generated:
         """Step until nothing is left. Everything has been offered and sent: an engine that sees no work would hang."""
-        for _ in range(MAX_STEPS):
-            if self.engine.is_empty() and not self.engine.has_work():
-                return self.tokens
-            assert self.engine.has_work(), self.engine.stats()
-            self.step()
-        raise AssertionError(f"no end after {MAX_STEPS} steps: {self.engine.stats()}")
+        self.step_while(self._is_unfinished)
+        return self.tokens
+
+    def _is_unfinished(self) -> bool:
+        assert self.engine.is_empty() or self.engine.has_work(), self.engine.stats()
+        return self.engine.has_work()
 
     def count(self, kind: type[Event]) -> int:
         return sum(isinstance(event, kind) for event in self.events)

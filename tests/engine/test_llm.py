@@ -6,7 +6,7 @@ from common.errors import TriptychError
 from common.sampling_params import SamplingParams
 from engine.llm import LLM
 from tests import tiny_models
-from tests.engine.models.media import encoded, noise
+from tests.media_files import encoded, noise
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 

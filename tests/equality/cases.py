@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,8 +17,9 @@ from common.text import whisper_prompt
 from common.text.processor import TextProcessor
 from common.text.prompts import preprocess_decoder_prompt
 from launch.demo import scenes
-from tests.equality.media import data_url, picture, png, sound, text_prompts, wav
+from tests.equality.media import data_url, picture, sound, text_prompts, wav
 from tests.equality.references import Reference
+from tests.media_files import encoded
 from tools.signpost.model import PLACED_QUESTIONS
 
 MAX_TOKENS = {"llama": 24, "qwen2": 24, "qwen3": 24, "mistral": 24, "qwen2_5_vl": 16, "signpost": 16, "whisper": 20}
@@ -27,6 +29,10 @@ MAX_TOKENS |= {"llava": 16, "llava_siglip": 16, "idefics3": 16, "smolvlm": 16, "
 PICTURE_FAMILIES = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "llava", "llava_siglip", "idefics3", "smolvlm", "mllama")
 ENCODER_DECODER_FAMILIES = ("bart", "mbart", "t5", "flan_t5")
 LANGUAGES = ("en", "de", "fr", None)
+FolderOf: TypeAlias = Callable[[str], Path]
+ReferenceOf: TypeAlias = Callable[[str], Reference]
+CasesOf: TypeAlias = Callable[[str], list["Case"]]
+"""Fixtures: the folder of a tiny model by family, transformers with that model, requests for that model."""
 Part: TypeAlias = str | Image.Image | npt.NDArray[np.float32]
 """Of a message: text, a picture or a clip."""
 
@@ -54,9 +60,9 @@ def make_cases(name: str, reference: Reference) -> list[Case]:
     if name == "signpost":
         return _sign_cases(reference, MAX_TOKENS[name])
     if name in PICTURE_FAMILIES:
-        return _picture_cases(reference, MAX_TOKENS[name])
+        return _media_cases(reference, picture, MAX_TOKENS[name])
     if name == "qwen2_audio":
-        return _clip_cases(reference, MAX_TOKENS[name])
+        return _media_cases(reference, sound, MAX_TOKENS[name])
     if name in ENCODER_DECODER_FAMILIES:
         return _encoder_decoder_cases(reference, MAX_TOKENS[name])
     limit = MAX_TOKENS[name]
@@ -75,14 +81,13 @@ def _encoder_decoder_cases(reference: Reference, max_tokens: int) -> list[Case]:
     return cases
 
 
-def _picture_cases(reference: Reference, max_tokens: int) -> list[Case]:
-    """Eight prompts of no, one, two and three pictures between text; some pictures appear more than once."""
+def _media_cases(reference: Reference, make: Callable[[int], Part], max_tokens: int) -> list[Case]:
+    """Eight prompts of no, one, two and three inputs between text; some inputs appear more than once."""
     text, cases = TextProcessor(reference.info), []
     for number, count in enumerate([1, 2, 0, 3, 1, 1, 3, 2]):
-        images = [picture((number * 3 + index) % 7) for index in range(count)]
         parts: list[Part] = [f"({number})"] if number % 2 else []
-        for index, image in enumerate(images):
-            parts += [image, f" no. {index} "]
+        for index in range(count):
+            parts += [make((number * 3 + index) % 7), f" no. {index} "]
         cases.append(_chat_case(reference, text, [*parts, "what?"], max_tokens))
     return cases
 
@@ -96,17 +101,6 @@ def _sign_cases(reference: Reference, max_tokens: int) -> list[Case]:
         kind = scenes.KINDS[number // 2]
         question = PLACED_QUESTIONS[kind][0].format(place="second") if number % 2 else scenes.QUESTIONS[kind][0]
         cases.append(_chat_case(reference, text, [*signs, question], max_tokens))
-    return cases
-
-
-def _clip_cases(reference: Reference, max_tokens: int) -> list[Case]:
-    """Eight prompts of no, one, two and three clips between text; some clips appear more than once."""
-    text, cases = TextProcessor(reference.info), []
-    for number, count in enumerate([1, 2, 0, 3, 1, 1, 3, 2]):
-        parts: list[Part] = [f"({number})"] if number % 2 else []
-        for index in range(count):
-            parts += [sound((number * 3 + index) % 7), f" no. {index} "]
-        cases.append(_chat_case(reference, text, [*parts, "what?"], max_tokens))
     return cases
 
 
@@ -135,7 +129,7 @@ def _http_part(part: Part) -> dict[str, Any]:
 
 
 def _media_bytes(item: Image.Image | npt.NDArray[np.float32]) -> bytes:
-    return png(item) if isinstance(item, Image.Image) else wav(item)
+    return encoded(item) if isinstance(item, Image.Image) else wav(item)
 
 
 def timed_speech_cases(reference: Reference, max_tokens: int) -> list[Case]:

@@ -12,7 +12,7 @@ import torch
 from broker.cluster.embedded import EmbeddedBroker
 from common.model_info import BUNDLED
 from tests import tiny_models
-from tests.equality.cases import Case, make_cases
+from tests.equality.cases import CasesOf, FolderOf, ReferenceOf, make_cases
 from tests.equality.references import Reference
 from tests.tiny import encdec, llava, mllama, qwen, text
 from tests.weights.fixtures import smollm2, whisper_tiny_en
@@ -42,26 +42,32 @@ MAKERS = {
 
 
 @pytest.fixture(scope="session")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def makers() -> dict[str, Callable[..., Path]]:
+    """Functions that write a tiny model, by family."""
+    return MAKERS
+
+
+@pytest.fixture(scope="session")
+def folder_of(makers: dict[str, Callable[..., Path]], tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
     """The folder of a tiny model by family, or of the bundled model."""
 
     @cache
     def make(name: str) -> Path:
         if name == "signpost":
             return BUNDLED / name
-        return MAKERS[name](tmp_path_factory.mktemp(name) / f"tiny-{name}")
+        return makers[name](tmp_path_factory.mktemp(name) / f"tiny-{name}")
 
     return make
 
 
 @pytest.fixture(scope="session")
-def reference_of(folder_of: Callable[[str], Path]) -> Callable[[str], Reference]:
+def reference_of(folder_of: FolderOf) -> ReferenceOf:
     """transformers with the same model."""
     return cache(lambda name: Reference(folder_of(name)))
 
 
 @pytest.fixture(scope="session")
-def cases_of(reference_of: Callable[[str], Reference]) -> Callable[[str], list[Case]]:
+def cases_of(reference_of: ReferenceOf) -> CasesOf:
     """Requests for a model, with transformers' answers."""
     return cache(lambda name: make_cases(name, reference_of(name)))
 

@@ -13,6 +13,7 @@ import soundfile
 from PIL import Image
 
 from tests.equality.references import SAMPLE_RATE
+from tests.media_files import encoded, sound_file
 
 DATA = Path(__file__).parents[1] / "data"
 SIZES = ((56, 56), (84, 140), (140, 84), (196, 112), (28, 196), (150, 75))
@@ -28,14 +29,8 @@ def picture(seed: int) -> Image.Image:
     return Image.fromarray((ramp + noise).astype(np.uint8))
 
 
-def png(image: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 def data_url(image: Image.Image) -> str:
-    return "data:image/png;base64," + base64.b64encode(png(image)).decode()
+    return "data:image/png;base64," + base64.b64encode(encoded(image)).decode()
 
 
 def sound(seed: int) -> npt.NDArray[np.float32]:
@@ -48,9 +43,7 @@ def sound(seed: int) -> npt.NDArray[np.float32]:
 
 def wav(samples: npt.NDArray[np.float32]) -> bytes:
     """As a lossless float WAV file."""
-    buffer = io.BytesIO()
-    soundfile.write(buffer, samples, SAMPLE_RATE, format="WAV", subtype="FLOAT")
-    return buffer.getvalue()
+    return sound_file(samples, SAMPLE_RATE, subtype="FLOAT")
 
 
 def recording(name: str) -> tuple[bytes, npt.NDArray[np.float32]]:

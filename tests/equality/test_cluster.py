@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
 from common.model_info import load_model_info
 from engine.llm import LLM
-from tests.equality.cases import MAX_TOKENS, Case, timed_speech_cases
+from tests.equality.cases import MAX_TOKENS, Case, CasesOf, FolderOf, timed_speech_cases
 from tests.equality.references import Reference
 from tests.equality.runs import answer_all, expected_of, kv_bytes
 from tests.equality.served import Answer, Served, serve
@@ -26,7 +25,7 @@ ENCODER_CACHE_BYTES = 1500 * 64 * 4
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def served(request: pytest.FixtureRequest, folder_of: Callable[[str], Path], broker_url: str) -> Iterator[Served]:
+def served(request: pytest.FixtureRequest, folder_of: FolderOf, broker_url: str) -> Iterator[Served]:
     """A cluster under pressure: small chunks, and a KV cache too small for all requests at once."""
     folder = folder_of(request.param)
     kv_cache_bytes = kv_bytes(load_model_info(str(folder)), NUM_BLOCKS[request.param], BLOCK_SIZE)
@@ -37,7 +36,7 @@ def served(request: pytest.FixtureRequest, folder_of: Callable[[str], Path], bro
 
 
 @pytest.fixture
-def cases(served: Served, cases_of: Callable[[str], list[Case]]) -> list[Case]:
+def cases(served: Served, cases_of: CasesOf) -> list[Case]:
     return cases_of(served.prefix)
 
 

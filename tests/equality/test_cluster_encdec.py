@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from engine.llm import LLM
-from tests.equality.cases import MAX_TOKENS, Case
+from tests.equality.cases import MAX_TOKENS, Case, CasesOf, FolderOf
 from tests.equality.runs import answer_all, expected_of, kv_bytes
 from tests.equality.served import ANSWER_TIMEOUT_S, Served, serve
 
@@ -22,7 +21,7 @@ NUM_BLOCKS = 30
 
 
 @pytest.fixture(scope="module", params=("bart", "mbart", "t5"))
-def served(request: pytest.FixtureRequest, folder_of: Callable[[str], Path], broker_url: str) -> Iterator[Served]:
+def served(request: pytest.FixtureRequest, folder_of: FolderOf, broker_url: str) -> Iterator[Served]:
     """Two encoders, and a decoder under pressure: small chunks, a KV cache too small for all requests at once."""
     folder = folder_of(request.param)
     kv_cache_bytes = kv_bytes(load_model_info(str(folder)), NUM_BLOCKS, BLOCK_SIZE)
@@ -33,7 +32,7 @@ def served(request: pytest.FixtureRequest, folder_of: Callable[[str], Path], bro
 
 
 @pytest.fixture
-def cases(served: Served, cases_of: Callable[[str], list[Case]]) -> list[Case]:
+def cases(served: Served, cases_of: CasesOf) -> list[Case]:
     return cases_of(served.prefix)
 
 

@@ -3,12 +3,9 @@ cluster at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
-from tests.equality.cases import MAX_TOKENS, Case
+from tests.equality.cases import MAX_TOKENS, CasesOf, FolderOf
 from tests.equality.runs import expected_of
 from tests.equality.served import serve
 
@@ -18,9 +15,7 @@ NUM_CASES = 4
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-async def test_answers_equal_transformers(
-    name: str, folder_of: Callable[[str], Path], cases_of: Callable[[str], list[Case]], broker_url: str
-) -> None:
+async def test_answers_equal_transformers(name: str, folder_of: FolderOf, cases_of: CasesOf, broker_url: str) -> None:
     """At once and one by one, each kind of request among them: with no, one, two and three inputs."""
     cases, max_tokens = cases_of(name)[:NUM_CASES], MAX_TOKENS[name]
     with serve(folder_of(name), broker_url, name, max_num_batched_tokens=32, block_size=8) as served:

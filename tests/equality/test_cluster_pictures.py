@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -16,11 +16,12 @@ from common.text.processor import TextProcessor
 from engine.llm import LLM, Prompt
 from launch.demo import scenes
 from tests.equality.cases import MAX_TOKENS as LIMITS
-from tests.equality.cases import Case
-from tests.equality.media import data_url, png
+from tests.equality.cases import Case, CasesOf
+from tests.equality.media import data_url
 from tests.equality.runs import answer_all, expected_of, strip
 from tests.equality.served import Served, serve
 from tests.eventually import eventually
+from tests.media_files import encoded
 
 pytestmark = pytest.mark.cluster
 MAX_TOKENS = LIMITS["signpost"]
@@ -53,7 +54,7 @@ def case_about(drawn: list[scenes.Scene], kind: str) -> Case:
     prompt = text.render_chat([{"role": "user", "content": [*({"type": "image"} for _ in images), asked]}])
     parts = [*({"type": "image_url", "image_url": {"url": data_url(image)}} for image in images), asked]
     messages = [{"role": "user", "content": parts}]
-    return Case(prompt, [], [png(image) for image in images], http={"messages": messages})
+    return Case(prompt, [], [encoded(image) for image in images], http={"messages": messages})
 
 
 async def assert_equal_to_llm(served: Served, llm: LLM, cases: list[Case]) -> list[str]:
@@ -76,9 +77,7 @@ async def assert_equal_to_llm(served: Served, llm: LLM, cases: list[Case]) -> li
     return [answer.text for answer in answers]
 
 
-async def test_the_bundled_model_answers_as_under_transformers(
-    served: Served, llm: LLM, cases_of: Callable[[str], list[Case]]
-) -> None:
+async def test_the_bundled_model_answers_as_under_transformers(served: Served, llm: LLM, cases_of: CasesOf) -> None:
     cases = cases_of("signpost")
     assert answer_all(llm, cases, MAX_TOKENS) == expected_of(cases)
     for one_by_one in (False, True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from common.text import whisper_prompt
 from engine.core.encoder_engine import encoder_computations
 from engine.llm import LLM, RequestOutput
 from tests import tiny_models
+from tests.equality.cases import FolderOf, ReferenceOf
 from tests.equality.media import sound, text_prompts, wav
 from tests.equality.references import SAMPLE_RATE, Reference
 from tests.equality.runs import kv_bytes
@@ -285,9 +286,7 @@ def test_the_encoder_runs_once_for_all_beams(bart: Path) -> None:
 
 
 @pytest.mark.parametrize("search", SAMPLED, ids=str)
-def test_beams_of_whisper(
-    search: Search, folder_of: Callable[[str], Path], reference_of: Callable[[str], Reference]
-) -> None:
+def test_beams_of_whisper(search: Search, folder_of: FolderOf, reference_of: ReferenceOf) -> None:
     """With its suppressed tokens, those of the beginning and a language in the prompt."""
     reference, llm = reference_of("whisper"), LLM(folder_of("whisper"), max_num_batched_tokens=8, block_size=4)
     prompt, rules = whisper_prompt.build(llm.info, llm.text, language="de")

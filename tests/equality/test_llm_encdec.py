@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from engine.core.encoder_engine import encoder_computations
 from engine.llm import LLM
-from tests.equality.cases import ENCODER_DECODER_FAMILIES, Case
+from tests.equality.cases import ENCODER_DECODER_FAMILIES, Case, CasesOf, FolderOf, ReferenceOf
 from tests.equality.cases import MAX_TOKENS as LIMITS
 from tests.equality.media import text_prompts
 from tests.equality.references import Reference
@@ -32,9 +31,7 @@ Setup = tuple[Path, list[Case]]
 
 
 @pytest.fixture(scope="module", params=ENCODER_DECODER_FAMILIES)
-def setup(
-    request: pytest.FixtureRequest, folder_of: Callable[[str], Path], cases_of: Callable[[str], list[Case]]
-) -> Setup:
+def setup(request: pytest.FixtureRequest, folder_of: FolderOf, cases_of: CasesOf) -> Setup:
     return folder_of(request.param), cases_of(request.param)
 
 
@@ -65,7 +62,7 @@ def test_tokens_equal_transformers_when_the_pool_is_too_small_for_all(setup: Set
     assert llm.decoder.stats()["preemptions_total"] > 0
 
 
-def test_texts_equal_transformers_as_its_users_call_it(setup: Setup, reference_of: Callable[[str], Reference]) -> None:
+def test_texts_equal_transformers_as_its_users_call_it(setup: Setup, reference_of: ReferenceOf) -> None:
     """`generate(text)` without any decoder prompt; BART's default goes on with <BOS>, which the others have forced."""
     folder, _ = setup
     llm, reference = LLM(folder), reference_of(folder.name.removeprefix("tiny-"))
@@ -82,7 +79,7 @@ def test_texts_equal_transformers_as_its_users_call_it(setup: Setup, reference_o
         assert theirs[start:] == output.outputs[0].token_ids
 
 
-def test_an_output_tells_both_prompts(folder_of: Callable[[str], Path]) -> None:
+def test_an_output_tells_both_prompts(folder_of: FolderOf) -> None:
     llm = LLM(folder_of("bart"))
     pair = {"encoder_prompt": "ab", "decoder_prompt": {"prompt_tokens": [0, 51, 178]}}
     outputs = llm.generate(["ab", pair, [5, 6]], SamplingParams(temperature=0, max_tokens=3))  # type: ignore[list-item]
@@ -101,7 +98,7 @@ def test_an_output_tells_both_prompts(folder_of: Callable[[str], Path]) -> None:
     assert single.outputs == outputs[2].outputs
 
 
-def test_requests_over_the_same_text_share_its_encoding(folder_of: Callable[[str], Path]) -> None:
+def test_requests_over_the_same_text_share_its_encoding(folder_of: FolderOf) -> None:
     llm = LLM(folder_of("t5"))
     before = encoder_computations.value
     first, second = llm.generate(["same text"] * 2, SamplingParams(temperature=0, max_tokens=8))
@@ -110,7 +107,7 @@ def test_requests_over_the_same_text_share_its_encoding(folder_of: Callable[[str
     assert llm.decoder.stats()["cross_table_hits_total"] > 0
 
 
-def test_the_decoder_may_fill_its_context_to_the_end(setup: Setup, reference_of: Callable[[str], Reference]) -> None:
+def test_the_decoder_may_fill_its_context_to_the_end(setup: Setup, reference_of: ReferenceOf) -> None:
     folder, cases = setup
     llm, reference = LLM(folder), reference_of(folder.name.removeprefix("tiny-"))
     case = next(case for case in cases if case.decoder_prompt is not None and len(case.prompt) > 20)
@@ -136,7 +133,7 @@ def test_the_decoder_may_fill_its_context_to_the_end(setup: Setup, reference_of:
     ],
 )
 def test_what_cannot_be_served_is_refused_and_leaves_nothing(
-    folder_of: Callable[[str], Path], prompt: Any, code: str, message: str
+    folder_of: FolderOf, prompt: Any, code: str, message: str
 ) -> None:
     llm = LLM(folder_of("bart"))
     with pytest.raises(TriptychError, match=message) as caught:
@@ -167,9 +164,7 @@ def test_the_rules_of_the_checkpoint_are_those_of_transformers(tmp_path: Path) -
     assert [output.outputs[0].token_ids for output in unruled] != [output.outputs[0].token_ids for output in outputs]
 
 
-def test_a_clip_is_the_encoder_prompt_of_whisper(
-    folder_of: Callable[[str], Path], cases_of: Callable[[str], list[Case]]
-) -> None:
+def test_a_clip_is_the_encoder_prompt_of_whisper(folder_of: FolderOf, cases_of: CasesOf) -> None:
     llm, case = LLM(folder_of("whisper")), cases_of("whisper")[0]
     audio = {"multi_modal_data": {"audio": case.media[0]}}
     text = llm.text.decode(case.prompt, skip_special_tokens=False)

@@ -3,7 +3,6 @@ made, whatever the chunks, caches and arrivals."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from engine.llm import LLM
 from tests.equality.cases import MAX_TOKENS as LIMITS
-from tests.equality.cases import Case
+from tests.equality.cases import Case, CasesOf, FolderOf
 from tests.equality.runs import answer_all, expected_of, kv_bytes
 from tests.tiny.llava import LLAVA_PATCH, LLAVA_SIDE
 
@@ -26,9 +25,7 @@ Setup = tuple[Path, list[Case], int]
 
 
 @pytest.fixture(scope="module", params=LARGEST)
-def setup(
-    request: pytest.FixtureRequest, folder_of: Callable[[str], Path], cases_of: Callable[[str], list[Case]]
-) -> Setup:
+def setup(request: pytest.FixtureRequest, folder_of: FolderOf, cases_of: CasesOf) -> Setup:
     return folder_of(request.param), cases_of(request.param), LARGEST[request.param] * ROW_BYTES
 
 
@@ -41,9 +38,7 @@ def test_tokens_equal_transformers(setup: Setup, options: dict[str, Any], steps_
 
 
 @pytest.mark.parametrize("name", ["llava_siglip", "smolvlm"])
-def test_tokens_of_their_relatives_equal_transformers(
-    name: str, folder_of: Callable[[str], Path], cases_of: Callable[[str], list[Case]]
-) -> None:
+def test_tokens_of_their_relatives_equal_transformers(name: str, folder_of: FolderOf, cases_of: CasesOf) -> None:
     cases = cases_of(name)
     assert answer_all(LLM(folder_of(name)), cases, MAX_TOKENS, steps_between=1) == expected_of(cases)
 

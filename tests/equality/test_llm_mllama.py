@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,11 @@ from common.errors import TriptychError
 from common.sampling_params import SamplingParams
 from engine.llm import LLM
 from tests.equality.cases import MAX_TOKENS as LIMITS
-from tests.equality.cases import Case
-from tests.equality.media import picture, png
+from tests.equality.cases import Case, CasesOf, FolderOf, ReferenceOf
+from tests.equality.media import picture
 from tests.equality.references import Reference
 from tests.equality.runs import answer_all, expected_of
+from tests.media_files import encoded
 from tests.tiny.mllama import IMAGE_TOKEN
 
 MAX_TOKENS = LIMITS["mllama"]
@@ -23,12 +23,12 @@ OPTIONS: list[dict[str, Any]] = [{}, {"max_num_batched_tokens": 16, "block_size"
 
 
 @pytest.fixture(scope="module")
-def folder(folder_of: Callable[[str], Path]) -> Path:
+def folder(folder_of: FolderOf) -> Path:
     return folder_of("mllama")
 
 
 @pytest.fixture(scope="module")
-def cases(cases_of: Callable[[str], list[Case]], reference_of: Callable[[str], Reference]) -> list[Case]:
+def cases(cases_of: CasesOf, reference_of: ReferenceOf) -> list[Case]:
     """Conversations, and prompts whose pictures stand first, last, and next to each other."""
     reference = reference_of("mllama")
     return [*cases_of("mllama"), *(_case(reference, *place) for place in PLACES)]
@@ -44,7 +44,7 @@ PLACES = [
 
 def _case(reference: Reference, prompt: list[int], pictures: list[int]) -> Case:
     images = [picture(seed) for seed in pictures]
-    return Case(prompt, reference.generate(prompt, MAX_TOKENS, images), [png(image) for image in images])
+    return Case(prompt, reference.generate(prompt, MAX_TOKENS, images), [encoded(image) for image in images])
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -75,7 +75,7 @@ def test_the_pictures_of_a_request_are_projected_once_for_all_who_read_them(fold
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_same_pictures_with_text_between_them_and_without_are_not_taken_for_each_other(
-    folder: Path, reference_of: Callable[[str], Reference], first: int
+    folder: Path, reference_of: ReferenceOf, first: int
 ) -> None:
     """Their tables have the same rows in another order."""
     prompts = [[65, IMAGE_TOKEN, 66, 67, IMAGE_TOKEN, 68], [65, IMAGE_TOKEN, IMAGE_TOKEN, 66, 67, 68]]
@@ -96,16 +96,12 @@ def test_pictures_that_never_fit_together_are_refused_with_the_numbers(folder: P
     assert llm.decoder.is_empty()
 
 
-def test_prompt_log_probabilities_leave_pictures_out(folder: Path, cases: list[Case]) -> None:
-    [case] = [case for case in cases if case.prompt == PLACES[0][0]]
-    prompt: Any = {"prompt_token_ids": case.prompt, "multi_modal_data": {"image": case.media}}
-    [output] = LLM(folder).generate(prompt, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1))
-    assert output.prompt_logprobs is not None
-    assert [one is None for one in output.prompt_logprobs] == [True, False, False]
-
-
-def test_prompt_logprobs_leave_out_pictures_which_have_no_logit(folder: Path) -> None:
-    prompt = {"prompt_token_ids": [65, IMAGE_TOKEN, 66], "multi_modal_data": {"image": png(picture(1))}}
-    llm = LLM(folder)
-    [output] = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=0))  # type: ignore[arg-type]
-    assert [None if one is None else one.token_id for one in output.prompt_logprobs] == [None, None, 66]
+@pytest.mark.parametrize(
+    ("ids", "count", "told"), [([IMAGE_TOKEN, 65, 66], 1, [None, 65, 66]), ([65, IMAGE_TOKEN, 66], 0, [None, None, 66])]
+)
+def test_prompt_logprobs_leave_out_pictures_which_have_no_logit(
+    folder: Path, ids: list[int], count: int, told: list[int | None]
+) -> None:
+    prompt: Any = {"prompt_token_ids": ids, "multi_modal_data": {"image": encoded(picture(1))}}
+    [output] = LLM(folder).generate(prompt, SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=count))
+    assert [None if one is None else one.token_id for one in output.prompt_logprobs] == told

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from common.model_info import load_model_info
 from engine.llm import LLM
 from tests.equality.cases import MAX_TOKENS as LIMITS
-from tests.equality.cases import Case
+from tests.equality.cases import Case, CasesOf, FolderOf
 from tests.equality.runs import answer_all, expected_of, kv_bytes
 
 MAX_TOKENS = LIMITS["qwen2_5_vl"]
@@ -28,12 +27,12 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def tiny(folder_of: Callable[[str], Path], cases_of: Callable[[str], list[Case]]) -> tuple[Path, list[Case]]:
+def tiny(folder_of: FolderOf, cases_of: CasesOf) -> tuple[Path, list[Case]]:
     return folder_of("qwen2_5_vl"), cases_of("qwen2_5_vl")
 
 
 @pytest.fixture(scope="module")
-def signs(folder_of: Callable[[str], Path], cases_of: Callable[[str], list[Case]]) -> tuple[Path, list[Case]]:
+def signs(folder_of: FolderOf, cases_of: CasesOf) -> tuple[Path, list[Case]]:
     return folder_of("signpost"), cases_of("signpost")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from common.errors import TriptychError
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from engine.llm import LLM
-from tests.equality.cases import MAX_TOKENS, Case
+from tests.equality.cases import MAX_TOKENS, Case, CasesOf, FolderOf
 from tests.equality.runs import answer_all, expected_of, kv_bytes, strip
 
 OPTIONS: list[dict[str, Any]] = [
@@ -24,9 +23,7 @@ Setup = tuple[Path, list[Case], int]
 
 
 @pytest.fixture(scope="module", params=["qwen2_vl", "qwen3_vl", "qwen2_audio"])
-def setup(
-    request: pytest.FixtureRequest, folder_of: Callable[[str], Path], cases_of: Callable[[str], list[Case]]
-) -> Setup:
+def setup(request: pytest.FixtureRequest, folder_of: FolderOf, cases_of: CasesOf) -> Setup:
     return folder_of(request.param), cases_of(request.param), MAX_TOKENS[request.param]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from common.model_info import load_model_info
 from common.text import whisper_prompt
 from engine.llm import LLM
 from tests.equality.cases import MAX_TOKENS as LIMITS
-from tests.equality.cases import Case, timed_speech_cases
+from tests.equality.cases import Case, CasesOf, FolderOf, timed_speech_cases
 from tests.equality.media import recording
 from tests.equality.references import Reference
 from tests.equality.runs import answer_all, expected_of, kv_bytes
@@ -27,7 +26,7 @@ OPTIONS: list[Any] = [
 
 
 @pytest.fixture(scope="module")
-def clips(folder_of: Callable[[str], Path], cases_of: Callable[[str], list[Case]]) -> tuple[Path, list[Case]]:
+def clips(folder_of: FolderOf, cases_of: CasesOf) -> tuple[Path, list[Case]]:
     return folder_of("whisper"), cases_of("whisper")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from engine.llm import LLM
 from tests.equality.cases import MAX_TOKENS as LIMITS
-from tests.equality.cases import Case
+from tests.equality.cases import Case, CasesOf, FolderOf
 from tests.equality.runs import answer_all, expected_of, kv_bytes
 
 MAX_TOKENS = LIMITS["llama"]
@@ -27,9 +26,7 @@ Setup = tuple[Path, list[Case]]
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "mistral"])
-def text_cases(
-    request: pytest.FixtureRequest, folder_of: Callable[[str], Path], cases_of: Callable[[str], list[Case]]
-) -> Setup:
+def text_cases(request: pytest.FixtureRequest, folder_of: FolderOf, cases_of: CasesOf) -> Setup:
     return folder_of(request.param), cases_of(request.param)
 
 

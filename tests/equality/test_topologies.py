@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from common.messages import Role
 from common.model_info import BUNDLED
 from common.sampling_params import SamplingParams
 from engine.llm import LLM, Prompt, RequestOutput
-from tests.equality.cases import MAX_TOKENS, Case
+from tests.equality.cases import MAX_TOKENS, Case, CasesOf, FolderOf
 from tests.equality.runs import expected_of
 from tests.equality.served import Served, serve
 from tools.soak import leak_check
@@ -60,7 +59,7 @@ def setup(request: pytest.FixtureRequest) -> Setup:
 
 
 @pytest.fixture(scope="module")
-def served(setup: Setup, folder_of: Callable[[str], Path], broker_url: str) -> Iterator[Served]:
+def served(setup: Setup, folder_of: FolderOf, broker_url: str) -> Iterator[Served]:
     folder = BUNDLED / setup.model if setup.model == "signpost" else folder_of(setup.model)
     sizes = {"kv_cache_bytes": 32 * 2**20, "encoder_cache_bytes": 8 * 2**20, "max_num_batched_tokens": CHUNK_TOKENS}
     spread = {"topology": setup.topology, "block_sizes": setup.block_sizes}
@@ -69,7 +68,7 @@ def served(setup: Setup, folder_of: Callable[[str], Path], broker_url: str) -> I
 
 
 @pytest.fixture
-def cases(setup: Setup, cases_of: Callable[[str], list[Case]]) -> list[Case]:
+def cases(setup: Setup, cases_of: CasesOf) -> list[Case]:
     return cases_of(setup.model)
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
-from common.model_info import BUNDLED
 from tests import tiny_models
-from tests.equality.conftest import MAKERS, broker_url, cases_of, reference_of
+from tests.equality.conftest import MAKERS, broker_url, cases_of, folder_of, reference_of
 from tests.tiny import encdec, mllama
 
-__all__ = ["broker_url", "cases_of", "reference_of"]
+__all__ = ["broker_url", "cases_of", "folder_of", "reference_of"]
 
 _ENCODER_DECODER: Final[dict[str, Any]] = {
     "d_model": 128,
@@ -36,14 +35,6 @@ OWN_MAKERS: Final[dict[str, Callable[..., Path]]] = {
 
 
 @pytest.fixture(scope="session")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a tiny model by family, or of the bundled model."""
-    makers = MAKERS | OWN_MAKERS
-
-    @cache
-    def make(name: str) -> Path:
-        if name == "signpost":
-            return BUNDLED / name
-        return makers[name](tmp_path_factory.mktemp(name) / f"tiny-{name}")
-
-    return make
+def makers() -> dict[str, Callable[..., Path]]:
+    """Functions that write a tiny model, by family."""
+    return MAKERS | OWN_MAKERS

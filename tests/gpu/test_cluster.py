@@ -7,14 +7,13 @@ the bundled model is trained, and its choices are further apart than that.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from common.model_info import BUNDLED
 from engine.llm import LLM
-from tests.equality.cases import MAX_TOKENS, Case
+from tests.equality.cases import MAX_TOKENS, Case, CasesOf, FolderOf
 from tests.equality.runs import answer_all
 from tests.equality.served import serve
 from tests.gpu import fast_path
@@ -25,21 +24,17 @@ POOLS = {"kv_cache_bytes": 32 * 2**20, "encoder_cache_bytes": 8 * 2**20, "swap_b
 
 
 @pytest.mark.parametrize("topology", ["1epd", "1e1pd", "1e1p1d"])
-async def test_the_bundled_model_answers_as_in_one_process(
-    topology: str, cases_of: Callable[[str], list[Case]], broker_url: str
-) -> None:
+async def test_the_bundled_model_answers_as_in_one_process(topology: str, cases_of: CasesOf, broker_url: str) -> None:
     await check(BUNDLED / "signpost", topology, cases_of("signpost"), MAX_TOKENS["signpost"], broker_url)
 
 
-async def test_random_weights_answer_as_in_one_process(
-    cases_of: Callable[[str], list[Case]], folder_of: Callable[[str], Path], broker_url: str
-) -> None:
+async def test_random_weights_answer_as_in_one_process(cases_of: CasesOf, folder_of: FolderOf, broker_url: str) -> None:
     await check(folder_of("qwen2"), "1pd", cases_of("qwen2"), MAX_TOKENS["qwen2"], broker_url)
 
 
 @pytest.mark.parametrize(("topology", "dtype"), [("1e1pd", "bfloat16"), ("1e1p1d", "float32")])
 async def test_keys_and_values_of_cross_attention_that_are_handed_over_answer_as_in_one_process(
-    topology: str, dtype: str, cases_of: Callable[[str], list[Case]], folder_of: Callable[[str], Path], broker_url: str
+    topology: str, dtype: str, cases_of: CasesOf, folder_of: FolderOf, broker_url: str
 ) -> None:
     """A prefill apart rounds its last token differently: too little in float32 to choose another one."""
     cases, max_tokens = cases_of("bart")[:6], MAX_TOKENS["bart"]

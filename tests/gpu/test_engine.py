@@ -5,8 +5,7 @@ A CPU computes the same model with PyTorch alone, so it is the measure of what r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +13,7 @@ import pytest
 
 from common.sampling_params import SamplingParams
 from engine.llm import LLM
-from tests.equality.cases import MAX_TOKENS, Case
+from tests.equality.cases import MAX_TOKENS, Case, CasesOf, FolderOf
 from tests.equality.runs import answer_all, expected_of
 from tests.gpu import fast_path
 from tests.gpu.device import DEVICE, needs_gpu
@@ -31,7 +30,7 @@ MARGIN_FACTOR = 4.0
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probabilities_stray_no_further_than_a_cpus(
-    family: str, dtype: str, folder_of: Callable[[str], Path], cases_of: Callable[[str], list[Case]]
+    family: str, dtype: str, folder_of: FolderOf, cases_of: CasesOf
 ) -> None:
     folder, cases = folder_of(family), comparable(cases_of(family))
     exact = logprobs(LLM(folder, device="cpu", dtype="float32"), cases)
@@ -44,9 +43,7 @@ def test_log_probabilities_stray_no_further_than_a_cpus(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_fast_path_answers_as_the_plain_one(
-    family: str, folder_of: Callable[[str], Path], cases_of: Callable[[str], list[Case]]
-) -> None:
+def test_the_fast_path_answers_as_the_plain_one(family: str, folder_of: FolderOf, cases_of: CasesOf) -> None:
     """Batches of exactly the sizes that are recorded. Tokens are those of the overlapped loop; log-probabilities are
     asked for apart, for the host then looks at every step."""
     folder = folder_of(family)
@@ -75,9 +72,7 @@ def test_the_fast_path_answers_as_the_plain_one(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_step_waits_for_the_device(
-    family: str, folder_of: Callable[[str], Path], cases_of: Callable[[str], list[Case]]
-) -> None:
+def test_no_step_waits_for_the_device(family: str, folder_of: FolderOf, cases_of: CasesOf) -> None:
     """Prefills and decodes, recorded or not. The first time, kernels and workspaces are made."""
     batch = fast_path.batch_of(comparable(cases_of(family)), 4)
     for eager in (False, True):
@@ -90,7 +85,7 @@ def test_no_step_waits_for_the_device(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_bundled_model_answers_as_in_float32(dtype: str, cases_of: Callable[[str], list[Case]]) -> None:
+def test_the_bundled_model_answers_as_in_float32(dtype: str, cases_of: CasesOf) -> None:
     cases = cases_of("signpost")
     llm = LLM("signpost", device=DEVICE, dtype=dtype, memory_fraction=0.2, **fast_path.flashinfer_for(dtype))
     fast_path.check_encoder(llm)

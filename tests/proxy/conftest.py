@@ -148,6 +148,7 @@ async def serving(
                 rig = ProxyHarness(service, cluster, base_url, client, http, server)
                 await rig.wait_for_workers()
                 yield rig
+                await rig.assert_clean()
     assert await redis.keys(f"{name}*") == []
 
 
@@ -171,3 +172,17 @@ async def running_proxy(service: Service) -> AsyncIterator[tuple[str, ProxyServe
 def serve(broker_url: str, redis: Redis) -> Callable[..., Any]:
     """`async with serve(model, encoders=..., **settings) as rig`"""
     return lambda *args, **fields: serving(broker_url, redis, *args, **fields)
+
+
+@pytest.fixture
+async def rig(serve: Callable[..., Any]) -> AsyncIterator[ProxyHarness]:
+    """A proxy of the bundled model with an encoder and a decoder."""
+    async with serve() as rig:
+        yield rig
+
+
+@pytest.fixture
+async def speech_rig(serve: Callable[..., Any], whisper_model: ModelInfo) -> AsyncIterator[ProxyHarness]:
+    """A proxy of a Whisper with an encoder and a decoder."""
+    async with serve(whisper_model.folder) as rig:
+        yield rig

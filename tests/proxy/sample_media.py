@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import base64
-import io
 from typing import Any
 
 import numpy as np
-import soundfile
 from PIL import Image
+
+from tests.media_files import encoded, sound_file
 
 
 def picture(colour: str = "red") -> bytes:
-    out = io.BytesIO()
-    Image.new("RGB", (32, 32), colour).save(out, "PNG")
-    return out.getvalue()
+    return encoded(Image.new("RGB", (32, 32), colour))
 
 
 def speech(seconds: float, rate: int = 8000, channels: int = 1) -> bytes:
@@ -22,9 +20,7 @@ def speech(seconds: float, rate: int = 8000, channels: int = 1) -> bytes:
     noise = np.random.default_rng(0).uniform(-0.5, 0.5, int(seconds * rate)).astype(np.float32)
     for quiet in np.arange(2.0, seconds, 4.0):
         noise[int(quiet * rate) : int((quiet + 0.1) * rate)] = 0
-    out = io.BytesIO()
-    soundfile.write(out, np.repeat(noise[:, None], channels, axis=1), rate, format="WAV", subtype="PCM_16")
-    return out.getvalue()
+    return sound_file(np.repeat(noise[:, None], channels, axis=1), rate, subtype="PCM_16")
 
 
 def data_url(data: bytes, kind: str = "image/png") -> str:

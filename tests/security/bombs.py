@@ -10,6 +10,8 @@ import numpy as np
 import soundfile
 from PIL import Image
 
+from tests.media_files import encoded
+
 
 def png_bomb(width: int, height: int) -> bytes:
     """A complete PNG of one bit per pixel, all black: some kilobytes for billions of pixels."""
@@ -32,12 +34,6 @@ def text_bomb() -> bytes:
     packed = b"".join(packer.compress(bytes(2**20)) for _ in range(256)) + packer.flush()
     comment = _chunk(b"zTXt", b"Comment\0\0" + packed)
     return picture[:33] + comment + picture[33:]  # behind IHDR
-
-
-def encoded(picture: Image.Image, form: str, **options: object) -> bytes:
-    out = io.BytesIO()
-    picture.save(out, form, **options)
-    return out.getvalue()
 
 
 def many_frames(form: str, frames: int) -> bytes:

@@ -112,7 +112,6 @@ async def test_a_body_in_too_many_tiny_chunks_is_refused(serve, parsed, flood):
         with contextlib.suppress(ConnectionError):
             assert await reader.read() == b""
         assert parsed["Data"] < FREE_CHUNKS + 100
-        await rig.assert_clean()
 
 
 async def test_a_body_in_small_chunks_is_served(serve):

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -91,22 +92,27 @@ NEVER = (
 """Not even where private networks are allowed."""
 
 
+async def fetched(url: str, **settings: Any) -> bytes:
+    """Fetch up to 1000 bytes with a fetcher of these settings."""
+    fetcher = Fetcher(Settings(**settings))
+    try:
+        return await fetcher.fetch(url, "image_url", 1000)
+    finally:
+        fetcher.close()
+
+
 @pytest.mark.parametrize("host", INSIDE)
 async def test_no_notation_leads_inside(host):
-    fetcher = Fetcher(Settings(media_timeout_s=5))
     # Some of them are no host for our own parser, some for the system's resolver: a connection is tried for none.
     with pytest.raises(TriptychError, match=r"private network|Invalid (IPv4|IDNA)|is not known"):
-        await fetcher.fetch(f"http://{host}:1/x", "image_url", 1000)
-    fetcher.close()
+        await fetched(f"http://{host}:1/x", media_timeout_s=5)
 
 
 @pytest.mark.parametrize("host", NEVER)
 async def test_where_private_networks_are_allowed_metadata_services_and_reserved_addresses_are_not(host):
-    fetcher = Fetcher(Settings(media_timeout_s=5, allow_private_media_urls=True))
     with pytest.raises(TriptychError, match="at a reserved address") as caught:
-        await fetcher.fetch(f"http://{host}:1/x", "image_url", 1000)
+        await fetched(f"http://{host}:1/x", media_timeout_s=5, allow_private_media_urls=True)
     assert caught.value.info.http_status == 400
-    fetcher.close()
 
 
 @pytest.mark.parametrize(
@@ -144,12 +150,10 @@ def test_private_is_what_a_network_of_ones_own_has(address):
     ],
 )
 async def test_strange_urls_are_the_clients_fault(url):
-    fetcher = Fetcher(Settings(media_timeout_s=5))
     with pytest.raises(TriptychError) as caught:
-        await fetcher.fetch(url, "image_url", 1000)
+        await fetched(url, media_timeout_s=5)
     assert caught.value.info.http_status == 400
     assert "s3cret" not in str(caught.value)
-    fetcher.close()
 
 
 def ok(body: bytes) -> bytes:
@@ -196,11 +200,9 @@ async def test_one_forbidden_address_among_several_is_enough_and_none_is_connect
     monkeypatch, inside, allow_private
 ):
     resolves_to(monkeypatch, "8.8.8.8", "9.9.9.9", "1.1.1.1", "8.8.4.4", inside)
-    fetcher = Fetcher(Settings(allow_private_media_urls=allow_private))
     monkeypatch.setattr(fetch.httpcore.AnyIOBackend, "connect_tcp", None)
     with pytest.raises(TriptychError, match=re.escape(inside)):
-        await fetcher.fetch("http://both.example/", "image_url", 1000)
-    fetcher.close()
+        await fetched("http://both.example/", allow_private_media_urls=allow_private)
 
 
 def resolves_to(monkeypatch: pytest.MonkeyPatch, *given: str) -> None:
@@ -226,11 +228,10 @@ async def test_where_an_address_refuses_connections_the_next_one_is_tried(monkey
 
 async def test_an_address_that_does_not_answer_leaves_the_next_one_its_share_of_the_time(monkeypatch):
     resolves_to(monkeypatch, "127.0.0.3", "127.0.0.2")
-    fetcher = Fetcher(Settings(allow_private_media_urls=True, media_timeout_s=6))
     async with outside_server() as port:
         with silent("127.0.0.3", port):
-            assert await fetcher.fetch(f"http://two.example:{port}/", "image_url", 1000) == b"outside"
-    fetcher.close()
+            url = f"http://two.example:{port}/"
+            assert await fetched(url, allow_private_media_urls=True, media_timeout_s=6) == b"outside"
 
 
 @contextmanager
@@ -249,11 +250,9 @@ def silent(address: str, port: int) -> Iterator[None]:
 
 async def test_of_a_name_with_many_addresses_a_few_are_tried(monkeypatch):
     resolves_to(monkeypatch, *(f"127.0.0.{number}" for number in range(3, 3 + addresses._MAX_ADDRESSES)), "127.0.0.2")
-    fetcher = Fetcher(Settings(allow_private_media_urls=True))
     async with outside_server() as port:
         with pytest.raises(TriptychError, match="cannot be fetched"):
-            await fetcher.fetch(f"http://many.example:{port}/", "image_url", 1000)
-    fetcher.close()
+            await fetched(f"http://many.example:{port}/", allow_private_media_urls=True)
 
 
 async def test_slow_resolvers_hold_up_nobody_else(monkeypatch):
@@ -292,23 +291,19 @@ def redirect(location: str) -> bytes:
 
 @pytest.mark.parametrize("location", ["https://127.0.0.1:1/", "file:///etc/passwd", "gopher://127.0.0.1:1/"])
 async def test_a_redirect_to_a_scheme_that_is_not_listed_is_refused(location):
-    fetcher = Fetcher(Settings(allowed_media_schemes="data,http", allow_private_media_urls=True))
     async with web_server(lambda path: redirect(location)) as url:
         with pytest.raises(TriptychError, match="is not a URL of http"):
-            await fetcher.fetch(url, "image_url", 1000)
-    fetcher.close()
+            await fetched(url, allowed_media_schemes="data,http", allow_private_media_urls=True)
 
 
 @pytest.mark.parametrize(
     "location", ["https://xn--/x.png", "http://xn--a/", "http:////[", "//[", "http://x:99999/", f"http://x:{10**30}/"]
 )
 async def test_a_redirect_to_what_is_no_url_is_the_clients_fault(location):
-    fetcher = Fetcher(Settings(allow_private_media_urls=True))
     async with web_server(lambda path: redirect(location)) as url:
         with pytest.raises(TriptychError, match=r"^image_url: ") as caught:
-            await fetcher.fetch(url, "image_url", 1000)
+            await fetched(url, allow_private_media_urls=True)
     assert (caught.value.info.http_status, caught.value.info.param) == (400, "image_url")
-    fetcher.close()
 
 
 async def test_a_name_is_looked_up_and_asked_for_as_it_was_encoded(monkeypatch):
@@ -320,11 +315,9 @@ async def test_a_name_is_looked_up_and_asked_for_as_it_was_encoded(monkeypatch):
         raise socket.gaierror
 
     monkeypatch.setattr(addresses.socket, "getaddrinfo", look_up)
-    fetcher = Fetcher(Settings())
     with pytest.raises(TriptychError, match="is not known"):
-        await fetcher.fetch("http://faß.de/", "image_url", 1000)
+        await fetched("http://faß.de/")
     assert asked == ["xn--fa-hia.de"]
-    fetcher.close()
 
 
 async def test_no_cookie_is_kept(monkeypatch):
@@ -364,12 +357,10 @@ async def test_a_server_that_breaks_off_tls_is_the_clients_fault(monkeypatch):
         writer.close()
 
     server_side = trusting(monkeypatch)
-    fetcher = Fetcher(Settings(allow_private_media_urls=True))
     async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=server_side) as server:
         with pytest.raises(TriptychError, match="cannot be fetched") as caught:
-            await fetcher.fetch(f"https://localhost:{server.sockets[0].getsockname()[1]}/", "image_url", 1000)
+            await fetched(f"https://localhost:{server.sockets[0].getsockname()[1]}/", allow_private_media_urls=True)
     assert caught.value.info.http_status == 400
-    fetcher.close()
 
 
 async def test_a_redirect_from_https_to_http_is_not_followed(monkeypatch):

@@ -10,11 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-import openai
 import pytest
 import trustme
 from redis import Redis
@@ -23,7 +21,9 @@ from broker.cluster.embedded import EmbeddedBroker
 from common.config import Settings
 from common.keys import bearer, cluster_token
 from launch.cluster.local_cluster import LocalCluster
-from tests.proxy.sample_media import data_url, picture
+from tests.launch.waiting import descendants
+from tests.proxy.sample_media import picture
+from tests.security.conftest import answer_about
 from tests.security.rigs import on_a_thread
 from tests.security.test_redis import tls_in_front_of
 
@@ -71,13 +71,7 @@ def acl_command(cluster: str, password: str) -> list[str]:
 
 
 def ask(served: Served) -> str:
-    client = openai.OpenAI(base_url=f"{served.cluster.base_url}/v1", api_key=API_KEY, max_retries=0, timeout=60)
-    content: list[Any] = [
-        {"type": "image_url", "image_url": {"url": data_url(picture())}},
-        {"type": "text", "text": "What does the sign say?"},
-    ]
-    answer = client.chat.completions.create(model="signpost", messages=[{"role": "user", "content": content}])
-    return str(answer.choices[0].finish_reason)
+    return str(answer_about(served.cluster, picture(), API_KEY).finish_reason)
 
 
 def test_every_key_is_below_the_clusters_prefix(served):
@@ -140,16 +134,6 @@ def get(served: Served, instance_id: str, path: str, authorization: str | None =
 
 def process_ids(served: Served) -> list[int]:
     return [instance.child.pid for instance in served.cluster.instances.values()]
-
-
-def descendants(pid: int) -> list[int]:
-    """The processes that a process has started, and those that they have, and so on."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            for child in map(int, task.read_text().split()):
-                found += [child, *descendants(child)]
-    return found
 
 
 def listening(pid: int) -> list[tuple[str, int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import os
 import subprocess
 import sys
@@ -41,6 +40,7 @@ from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from common.text.processor import TextProcessor
 from tests.eventually import eventually
+from tests.media_files import encoded
 
 START_S = 120.0
 Answer = TypeVar("Answer", Tokens, Encoded, Failed, InputNeeded)
@@ -51,9 +51,7 @@ def sign(colour: str, *, mark: int = 0, size: int = 112) -> bytes:
     picture = Image.new("RGB", (size, size), "white")
     ImageDraw.Draw(picture).ellipse((size // 8, size // 8, size * 7 // 8, size * 7 // 8), fill=colour)
     picture.putpixel((0, 0), (255, 255, 255 - mark))
-    file = io.BytesIO()
-    picture.save(file, "PNG")
-    return file.getvalue()
+    return encoded(picture)
 
 
 @dataclass

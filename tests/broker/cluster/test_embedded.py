@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -22,8 +23,15 @@ from common.errors import TriptychError
 from tests.launch.waiting import alive, eventually
 
 
-def test_it_serves_between_start_and_stop() -> None:
+@pytest.fixture
+def broker() -> Iterator[EmbeddedBroker]:
+    """Return a broker that is not started; it is stopped after the test."""
     broker = EmbeddedBroker()
+    yield broker
+    broker.stop()
+
+
+def test_it_serves_between_start_and_stop(broker: EmbeddedBroker) -> None:
     client = redis.Redis.from_url(broker.start())
     assert client.ping()
     pid = broker.pid
@@ -33,8 +41,7 @@ def test_it_serves_between_start_and_stop() -> None:
     broker.stop()  # a second stop is harmless
 
 
-def test_one_that_was_killed_starts_again_empty_where_it_was() -> None:
-    broker = EmbeddedBroker()
+def test_one_that_was_killed_starts_again_empty_where_it_was(broker: EmbeddedBroker) -> None:
     url = broker.start()
     with pytest.raises(TriptychError, match="has ended"):
         broker.restart()
@@ -60,8 +67,8 @@ def kill(broker: EmbeddedBroker) -> None:
     eventually(lambda: not broker.running, 10, "the end of the process")
 
 
-def slow_server(folder: Path, first_s: float) -> Path:
-    """A server program that needs so long at its first start, and writes what pid it has then."""
+def slow_server(folder: Path, first_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take a server program from now on that needs so long at its first start, and writes what pid it has then."""
     program, pid_file = folder / "server", folder / "pid"
     program.write_text(
         f"#!{sys.executable} -IS\nimport os, pathlib, sys, time\npid_file = pathlib.Path({str(pid_file)!r})\n"
@@ -70,11 +77,12 @@ def slow_server(folder: Path, first_s: float) -> Path:
         f"os.execv({embedded.find_server()!r}, sys.argv)\n"
     )
     program.chmod(0o755)
-    return program
+    monkeypatch.setattr(embedded, "find_server", lambda: str(program))
 
 
-def test_while_its_port_is_anothers_it_does_not_come_back_and_may_be_started_again_later() -> None:
-    broker = EmbeddedBroker()
+def test_while_its_port_is_anothers_it_does_not_come_back_and_may_be_started_again_later(
+    broker: EmbeddedBroker,
+) -> None:
     url = broker.start()
     kill(broker)
     with socket.create_server(("127.0.0.1", urlsplit(url).port or 0)):
@@ -84,33 +92,29 @@ def test_while_its_port_is_anothers_it_does_not_come_back_and_may_be_started_aga
             assert not broker.running
     broker.restart()
     assert redis.Redis.from_url(url).ping()
-    broker.stop()
 
 
 def test_a_server_that_is_too_slow_is_ended_and_may_be_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    broker: EmbeddedBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broker = EmbeddedBroker()
     url = broker.start()
     kill(broker)
-    program = slow_server(tmp_path, 60.0)
-    monkeypatch.setattr(embedded, "find_server", lambda: str(program))
+    slow_server(tmp_path, 60.0, monkeypatch)
     with pytest.raises(TriptychError, match="did not come up within 3 s"):
         broker.restart(timeout_s=3)
     assert not broker.running
     assert not alive(int((tmp_path / "pid").read_text()))
     broker.restart(timeout_s=60)
     assert redis.Redis.from_url(url).ping()
-    broker.stop()
 
 
 def test_where_there_can_be_no_thread_for_it_that_is_said_and_it_may_be_started_again_later(
+    broker: EmbeddedBroker,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    broker = EmbeddedBroker()
     url = broker.start()
     kill(broker)
     with monkeypatch.context() as patch:
@@ -121,15 +125,14 @@ def test_where_there_can_be_no_thread_for_it_that_is_said_and_it_may_be_started_
     broker.restart()
     with redis.Redis.from_url(url) as client:
         assert client.ping()
-    broker.stop()
 
 
-def test_a_stop_ends_a_start_that_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broker = EmbeddedBroker()
+def test_a_stop_ends_a_start_that_is_under_way(
+    broker: EmbeddedBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broker.start()
     kill(broker)
-    program = slow_server(tmp_path, 60.0)
-    monkeypatch.setattr(embedded, "find_server", lambda: str(program))
+    slow_server(tmp_path, 60.0, monkeypatch)
     errors: list[BaseException] = []
 
     def restart() -> None:
@@ -170,18 +173,15 @@ def test_its_port_is_none_that_an_outgoing_connection_might_be_given(
     assert embedded._free_port("127.0.0.1") > 0
 
 
-def test_it_outlives_the_thread_that_started_it() -> None:
-    broker = EmbeddedBroker()
+def test_it_outlives_the_thread_that_started_it(broker: EmbeddedBroker) -> None:
     urls: list[str] = []
     starter = threading.Thread(target=lambda: urls.append(broker.start()))
     starter.start()
     starter.join()
     assert redis.Redis.from_url(urls[0]).ping()
-    broker.stop()
 
 
-async def test_it_starts_from_an_asyncio_program() -> None:
-    broker = EmbeddedBroker()
+async def test_it_starts_from_an_asyncio_program(broker: EmbeddedBroker) -> None:
     url = await asyncio.to_thread(broker.start)
     assert await asyncio.to_thread(redis.Redis.from_url(url).ping)
     await asyncio.to_thread(broker.stop)

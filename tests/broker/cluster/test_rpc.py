@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
@@ -45,8 +45,16 @@ def generate(request_id: str) -> Generate:
     return Generate(request_id, [1, 2, 3], [], SamplingParams())
 
 
-async def test_each_proxy_gets_the_answers_to_its_own_requests(zmq_context: zmq.asyncio.Context) -> None:
+@pytest.fixture
+def server(zmq_context: zmq.asyncio.Context) -> Iterator[WorkerServer]:
     server = WorkerServer(zmq_context)
+    yield server
+    server.close()
+
+
+async def test_each_proxy_gets_the_answers_to_its_own_requests(
+    server: WorkerServer, zmq_context: zmq.asyncio.Context
+) -> None:
     clients = {name: WorkerClient(zmq_context, server.address, name) for name in ("p0", "p1")}
     for name, client in clients.items():
         await client.send(generate(f"request of {name}"))
@@ -60,25 +68,21 @@ async def test_each_proxy_gets_the_answers_to_its_own_requests(zmq_context: zmq.
         for offset in range(3):
             assert await client.receive() == Tokens(f"request of {name}", offset, [offset])
         client.close()
-    server.close()
 
 
-async def test_media_of_many_megabytes_pass(zmq_context: zmq.asyncio.Context) -> None:
-    server = WorkerServer(zmq_context)
+async def test_media_of_many_megabytes_pass(server: WorkerServer, zmq_context: zmq.asyncio.Context) -> None:
     media = os.urandom(32 * 2**20)
     async with WorkerClient(zmq_context, server.address, "p") as client:
         await client.send(Encode("r", 0, 0, "image", "hash", media, "d0", time.monotonic()))
         _, message = await server.receive()
     assert isinstance(message, Encode)
     assert message.media == media
-    server.close()
 
 
 async def test_a_request_that_is_too_large_is_not_sent_and_costs_nobody_else_anything(
-    zmq_context: zmq.asyncio.Context,
+    server: WorkerServer, zmq_context: zmq.asyncio.Context
 ) -> None:
     """The largest one arrives; with a byte more the connection would be closed."""
-    server = WorkerServer(zmq_context)
     small = Encode("r", 0, 0, "image", "hash", bytes(2**16), "d0", time.monotonic())
     largest = msgspec.structs.replace(small, media=bytes(MAX_TO_WORKER_BYTES - len(encode(small)) + 2**16))
     assert len(encode(largest)) == MAX_TO_WORKER_BYTES
@@ -103,7 +107,6 @@ async def test_a_request_that_is_too_large_is_not_sent_and_costs_nobody_else_any
         assert not await monitor.poll(0)
         client._socket.disable_monitor()
         monitor.close(linger=0)
-    server.close()
 
 
 LARGE = [TokenLogprob(1, -0.5, 1)] * (MAX_FROM_WORKER_BYTES // 16)
@@ -156,8 +159,7 @@ async def test_a_request_sent_before_the_worker_is_there_arrives(zmq_context: zm
     late.close(linger=0)
 
 
-async def test_hostile_bytes_are_counted_and_dropped(zmq_context: zmq.asyncio.Context) -> None:
-    server = WorkerServer(zmq_context)
+async def test_hostile_bytes_are_counted_and_dropped(server: WorkerServer, zmq_context: zmq.asyncio.Context) -> None:
     raw = zmq_context.socket(zmq.DEALER)
     raw.connect(server.address)
     for frames in ([b""], [os.urandom(100)], [b"\x81\xa4type\xa5abort"], [b"a", b"b", b"c"]):
@@ -176,11 +178,9 @@ async def test_hostile_bytes_are_counted_and_dropped(zmq_context: zmq.asyncio.Co
             await eventually(lambda: bool(seen) and server.num_invalid >= 4)
     assert seen == [Abort("r")]
     raw.close(linger=0)
-    server.close()
 
 
-async def test_sending_to_a_proxy_that_is_gone_says_so(zmq_context: zmq.asyncio.Context) -> None:
-    server = WorkerServer(zmq_context)
+async def test_sending_to_a_proxy_that_is_gone_says_so(server: WorkerServer, zmq_context: zmq.asyncio.Context) -> None:
     client = WorkerClient(zmq_context, server.address, "p")
     await client.send(Heartbeat())
     proxy, _ = await server.receive()
@@ -189,7 +189,6 @@ async def test_sending_to_a_proxy_that_is_gone_says_so(zmq_context: zmq.asyncio.
     receiving = asyncio.create_task(server.receive())  # ZMQ learns of the goodbye while the socket is being read
     await eventually(lambda: not server.send(proxy, Tokens("r", 0, [1])))
     receiving.cancel()
-    server.close()
 
 
 async def test_a_reconnecting_proxy_takes_over_its_routing_id(zmq_context: zmq.asyncio.Context) -> None:

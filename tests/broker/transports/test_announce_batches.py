@@ -60,6 +60,11 @@ class Socket:
         return [len(said.headers) if isinstance(said, Bundle) else 1 for said in self.announced]
 
 
+@pytest.fixture
+def socket(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> Socket:
+    return Socket(monkeypatch)
+
+
 async def send_all(sender: TensorSender, receiver: TensorReceiver, sizes: Sequence[int]) -> list[memoryview]:
     """Send tensors of these sizes one after the other, with nothing else on the loop in between; their bytes."""
     sent = [memoryview(os.urandom(size)) for size in sizes]
@@ -77,32 +82,25 @@ async def receive_all(receiver: TensorReceiver, count: int) -> list[ReceivedTens
 Ends = tuple[TensorSender, TensorReceiver]
 
 
-async def test_what_is_sent_in_one_turn_is_announced_together_but_for_the_first(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_sent_in_one_turn_is_announced_together_but_for_the_first(ends: Ends, socket: Socket) -> None:
     """Odd sizes, none, and more than one announcement holds."""
     sender, receiver = ends
-    socket = Socket(monkeypatch)
     sent = await send_all(sender, receiver, [7, 0, 100, 13 * KIB + 1, 0, 64 * KIB, *range(MAX_BUNDLED)])
     received = await receive_all(receiver, len(sent))
     assert [tensor.data for tensor in received] == sent
     assert socket.sizes() == [1, MAX_BUNDLED, 5]
 
 
-async def test_a_tensor_that_is_alone_in_its_turn_waits_for_no_other(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_tensor_that_is_alone_in_its_turn_waits_for_no_other(ends: Ends, socket: Socket) -> None:
     sender, receiver = ends
-    socket = Socket(monkeypatch)
     for number in range(1, 4):
         await send_all(sender, receiver, [100])
         assert socket.sizes() == [1] * number
         (await receive_all(receiver, 1)).pop().release()  # the loop turns
 
 
-async def test_a_bundle_is_as_large_as_its_room(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bundle_is_as_large_as_its_room(ends: Ends, socket: Socket, monkeypatch: pytest.MonkeyPatch) -> None:
     sender, receiver = ends
-    socket = Socket(monkeypatch)
     third = bundles.SLICE_BYTES // 3 - KIB
     monkeypatch.setattr(bundles, "MAX_BYTES", third)
     sent = await send_all(sender, receiver, [1, third, third, third, third])
@@ -112,10 +110,9 @@ async def test_a_bundle_is_as_large_as_its_room(ends: Ends, monkeypatch: pytest.
 
 @pytest.mark.parametrize("large", [bundles.MAX_BYTES + 1, 2 * MIB, 9 * MIB], ids=["at once", "in the arena", "beyond"])
 async def test_a_larger_tensor_does_not_overtake_the_small_ones_before_it(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch, large: int
+    ends: Ends, socket: Socket, large: int
 ) -> None:
     sender, receiver = ends
-    socket = Socket(monkeypatch)
     sent = await send_all(sender, receiver, [1, 10, 20, large])
     assert [tensor.data for tensor in await receive_all(receiver, 4)] == sent
     assert socket.sizes()[:3] == [1, 2, 1]
@@ -172,12 +169,9 @@ async def test_one_damaged_tensor_of_a_bundle_is_one_damaged_tensor(
     assert [tensor.fault is None for tensor in received] == [True, True, False, True]
 
 
-async def test_a_receiver_that_does_not_read_loses_nothing_and_gets_all_in_order(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_receiver_that_does_not_read_loses_nothing_and_gets_all_in_order(ends: Ends, socket: Socket) -> None:
     """What its socket does not take waits; what follows does not pass by."""
     sender, receiver = ends
-    socket = Socket(monkeypatch)
     sent = await send_all(sender, receiver, [1])
     socket.full = True
     sent += await send_all(sender, receiver, [10] * MAX_BUNDLED)
@@ -222,9 +216,8 @@ async def test_a_tensor_that_the_receiver_does_not_take_is_refused_as_ever(kit: 
     assert len(await receive_all(receiver, 2)) == 2
 
 
-async def test_bundles_hold_what_is_worth_it_only(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bundles_hold_what_is_worth_it_only(ends: Ends, socket: Socket) -> None:
     sender, receiver = ends
-    socket = Socket(monkeypatch)
     await send_all(sender, receiver, [bundles.MAX_BYTES + 1] * 3)
     await receive_all(receiver, 3)
     assert all(isinstance(said, Announce) for said in socket.announced)

@@ -8,7 +8,6 @@ import socket
 from collections.abc import AsyncIterator
 
 import pytest
-import zmq
 from redis.asyncio import Redis
 
 from broker.cluster.curve import ClusterContext
@@ -51,8 +50,7 @@ async def kit(request: pytest.FixtureRequest, redis: Redis, broker_url: str) -> 
 @pytest.mark.parametrize("kit", ["zmq"], indirect=True)
 async def test_zmq_drops_what_is_no_tensor(kit: Kit) -> None:
     receiver = kit.receiver()
-    raw = kit.context.socket(zmq.DEALER)
-    raw.connect(receiver.address)
+    raw = kit.raw(receiver)
     for frames in ([b"x"], [os.urandom(50), b"y"], [b"a", b"b", b"c"]):
         await raw.send_multipart(frames)
     await raw.send_multipart([encode(header([4], "float32", 16)), b"only 9 by"])
@@ -61,7 +59,6 @@ async def test_zmq_drops_what_is_no_tensor(kit: Kit) -> None:
     with socket.create_connection(("127.0.0.1", int(receiver.address.rsplit(":", 1)[1]))) as stranger:
         stranger.sendall(os.urandom(4096))
     await still_works(kit, receiver)
-    raw.close(linger=0)
 
 
 @pytest.mark.parametrize("transport", ["zmq", NIXL])
@@ -99,8 +96,7 @@ async def test_redis_drops_what_is_no_tensor(kit: Kit) -> None:
 @pytest.mark.parametrize("kit", [NIXL], indirect=True)
 async def test_nixl_drops_what_is_no_tensor(kit: Kit) -> None:
     receiver = kit.receiver(max_bytes=MIB)
-    raw = kit.context.socket(zmq.DEALER)
-    raw.connect(receiver.address.replace("nixl+tcp", "tcp"))
+    raw = kit.raw(receiver)
     for frames in ([b"x"], [b"a", b"b"], [encode(nixl_wire.Greeting(os.urandom(400)))]):
         await raw.send_multipart(frames)
     huge = nixl_wire.ReadablePiece(1, of_bytes(b"abc"), size_bytes=2 * MIB, start=0, num_bytes=3, address=1)
@@ -110,15 +106,13 @@ async def test_nixl_drops_what_is_no_tensor(kit: Kit) -> None:
     assert answer.fault == "greet first"
     await eventually(lambda: receiver.num_invalid == 3)
     await still_works(kit, receiver)
-    raw.close(linger=0)
 
 
 @pytest.mark.parametrize("kit", [NIXL_CUDA], indirect=True)
 async def test_nixl_between_gpus_hands_out_no_tensor_that_is_not_whole(kit: Kit) -> None:
     """A sender that greets as it should, and then says what it likes of its tensors."""
     receiver, agent = kit.receiver(max_bytes=MIB), NixlAgent("127.0.0.1")
-    memory, raw = HostMemory(agent, MIB), kit.context.socket(zmq.DEALER)
-    raw.connect(receiver.address.replace("nixl+cuda+tcp", "tcp"))
+    memory, raw = HostMemory(agent, MIB), kit.raw(receiver)
 
     async def answer_to(*messages: nixl_wire.ToReceiver) -> nixl_wire.ToSender:
         for message in messages:
@@ -150,7 +144,6 @@ async def test_nixl_between_gpus_hands_out_no_tensor_that_is_not_whole(kit: Kit)
     )  # whichever is read first
     assert (await receiver.receive()).data.nbytes == 100
     await still_works(kit, receiver)
-    raw.close(linger=0)
     agent.close()
 
 

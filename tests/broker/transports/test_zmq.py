@@ -158,21 +158,18 @@ WRONG: dict[str, list[Message]] = {
 @pytest.mark.parametrize("wrong", WRONG)
 async def test_what_does_not_go_on_where_it_has_ended_is_dropped_whole(kit: Kit, wrong: str) -> None:
     receiver = kit.receiver(max_bytes=2**20)
-    raw = kit.context.socket(zmq.DEALER)
-    raw.connect(receiver.address)
+    raw = kit.raw(receiver)
     await send(raw, [*WRONG[wrong], *messages_of(DATA)])
     async with asyncio.timeout(10):
         received = await receive(receiver)
     assert (received.data, received.fault) == (DATA, None)
     assert end_of(receiver).num_invalid == 1
     assert (len(end_of(receiver)._assembly._partials), end_of(receiver)._assembly.num_bytes) == (0, 0)
-    raw.close(linger=0)
 
 
 async def test_what_is_no_message_amid_a_tensor_is_the_end_of_it(kit: Kit) -> None:
     receiver = kit.receiver()
-    raw = kit.context.socket(zmq.DEALER)
-    raw.connect(receiver.address)
+    raw = kit.raw(receiver)
     for frames in ([b"junk", b"x"], [b"one frame"], [b"more", b"than", b"two"], [bytes(2**16 + 1), b"x"]):
         await send(raw, [FIRST, SECOND])
         await raw.send_multipart(frames)
@@ -182,7 +179,6 @@ async def test_what_is_no_message_amid_a_tensor_is_the_end_of_it(kit: Kit) -> No
         assert (await receiver.receive()).data == b"x"
     assert end_of(receiver).num_invalid == 4
     assert end_of(receiver)._assembly.num_bytes == 0
-    raw.close(linger=0)
 
 
 WHOLE: Message = of_bytes(b"x", checksum=checksum(b"x")), b"x"
@@ -191,8 +187,7 @@ WHOLE: Message = of_bytes(b"x", checksum=checksum(b"x")), b"x"
 @pytest.mark.parametrize("next_one", [[WHOLE], messages_of(DATA)], ids=["small", "large"])
 async def test_a_broken_tensor_counts_once_however_many_pieces_of_it_come(kit: Kit, next_one: list[Message]) -> None:
     receiver = kit.receiver()
-    raw = kit.context.socket(zmq.DEALER)
-    raw.connect(receiver.address)
+    raw = kit.raw(receiver)
     for num_broken in (1, 2):
         await send(raw, [FIRST, THIRD, SECOND, THIRD, LAST, *next_one])
         async with asyncio.timeout(10):
@@ -200,7 +195,6 @@ async def test_a_broken_tensor_counts_once_however_many_pieces_of_it_come(kit: K
         assert (received.header.size_bytes, received.fault) == (received.data.nbytes, None)
         assert end_of(receiver).num_invalid == num_broken
     assert (len(end_of(receiver)._assembly._broken), end_of(receiver)._assembly.num_bytes) == (0, 0)
-    raw.close(linger=0)
 
 
 async def test_of_no_more_senders_than_so_many_a_broken_tensor_is_remembered(
@@ -222,15 +216,13 @@ async def test_of_no_more_senders_than_so_many_a_broken_tensor_is_remembered(
 @pytest.mark.parametrize("nxt", [[(of_bytes(b"x"), b"x")], messages_of(DATA)], ids=["small", "large"])
 async def test_another_tensor_is_the_end_of_one_that_was_given_up(kit: Kit, nxt: list[Message]) -> None:
     receiver = kit.receiver()
-    raw = kit.context.socket(zmq.DEALER)
-    raw.connect(receiver.address)
+    raw = kit.raw(receiver)
     await send(raw, [(OTHER, FIRST[1]), SECOND, *nxt])
     async with asyncio.timeout(10):
         received = await receive(receiver)
     assert (received.header.request_id, received.header.size_bytes) == ("r", received.data.nbytes)
     assert end_of(receiver)._assembly.num_bytes == 0
     assert (receiver.num_unfinished, receiver.num_invalid) == (1, 0)
-    raw.close(linger=0)
 
 
 @pytest.mark.parametrize("end", ["times out", "is cancelled", "is closed"])
@@ -286,8 +278,7 @@ async def test_a_connection_that_breaks_amid_a_tensor_loses_it_and_nothing_else(
 
 async def test_larger_messages_than_there_are_do_not_get_into_memory(kit: Kit) -> None:
     receiver, data = kit.receiver(), bytes(WHOLE_BYTES + OVERHEAD_BYTES + 1)
-    with kit.context.socket(zmq.DEALER) as raw, raw.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
-        raw.connect(receiver.address)
+    with kit.raw(receiver) as raw, raw.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
         await raw.send_multipart([encode(of_bytes(data)), data])
         async with asyncio.timeout(10):
             await monitor.recv_multipart()
@@ -299,8 +290,7 @@ async def test_larger_messages_than_there_are_do_not_get_into_memory(kit: Kit) -
 async def test_memory_of_a_dead_sender_is_let_go_of_after_a_while(kit: Kit) -> None:
     receiver = TensorReceiver(kit.context, max_bytes=2**20, stale_s=0.3, transport="zmq")
     receiving = asyncio.create_task(receiver.receive())
-    with kit.context.socket(zmq.DEALER) as raw:
-        raw.connect(receiver.address)
+    with kit.raw(receiver) as raw:
         await send(raw, [FIRST, SECOND])
         await eventually(lambda: end_of(receiver)._assembly.num_bytes == 2 * PIECE)
     await eventually(lambda: end_of(receiver)._assembly.num_bytes == 0)

@@ -82,6 +82,12 @@ class Kit:
         self._ends.append(sender)
         return sender
 
+    def raw(self, receiver: TensorReceiver) -> zmq.asyncio.Socket:
+        """A socket that is connected to a receiver over TCP and says whatever it likes."""
+        raw = self.context.socket(zmq.DEALER)
+        raw.connect(receiver.address[receiver.address.index("tcp:") :])
+        return raw
+
     def connection(self, address: str) -> Connection:
         """The bare connection below the facade."""
         assert self.transport != "nixl+cuda"

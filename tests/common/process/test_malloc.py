@@ -2,41 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 
+from tests.common.process.heaps import PROGRAM, printed_by
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it is glibc's malloc that is told")
 MIB = 2**20
-
-_PROGRAM = """
-import ctypes, mmap, os, resource
-from pathlib import Path
-from common.process import malloc
-libc = ctypes.CDLL(None)
-if not hasattr(libc, "mallopt"):
-    raise SystemExit("no mallopt")
-libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-SETTING
-
-def resident():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-def touched():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt * mmap.PAGESIZE
-
-def block(size):
-    address = libc.malloc(size)
-    ctypes.memset(address, 1, size)
-    return address
-
-def free(blocks):
-    for address in blocks:
-        libc.free(address)
-
-LOAD
-"""
 
 _BETWEEN_SMALL_ONES = """
 free([block(16 * 2**20)])  # the default threshold is as high afterwards
@@ -59,11 +32,7 @@ print(touched() - before)
 
 _GIVEN_BACK = """
 before = resident()
-burst = []
-for _ in range(1000):
-    burst.append(block(64 * 2**10))
-    block(4096)  # lives on, behind the large one
-free(burst)
+free_burst()
 malloc.return_free_pages(KEEP)
 print(resident() - before)
 """
@@ -77,12 +46,7 @@ print(resident() - before)
 
 def _bytes(load: str, setting: str) -> int:
     """What a process says that has been told this."""
-    program = _PROGRAM.replace("SETTING", setting).replace("LOAD", load)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    if "no mallopt" in done.stderr:
-        pytest.skip("this C library has no mallopt")
-    assert done.returncode == 0, done.stderr
-    return int(done.stdout)
+    return int(printed_by(f"{PROGRAM}\n{setting}\n{load}"))
 
 
 def test_large_blocks_between_small_ones_go_back_to_the_system() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 
 import pytest
 from structlog.testing import capture_logs
 
 from common.process import memory_upkeep
+from tests.common.process.heaps import PROGRAM, printed_by
 from tests.eventually import eventually
 
 MIB = 2**20
@@ -49,33 +49,13 @@ async def main():
 asyncio.run(main())
 """
 
-_TIDY = """
-import asyncio, ctypes, os
-from pathlib import Path
-from common.process import memory_upkeep
-from common.process import malloc
+_TIDY = f"""
+{PROGRAM}
 malloc.use_one_arena()
-libc = ctypes.CDLL(None)
-if not hasattr(libc, "malloc_trim"):
-    raise SystemExit("no malloc_trim")
-libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-
-def resident():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-def block(size):
-    address = libc.malloc(size)
-    ctypes.memset(address, 1, size)
-    return address
 
 async def main():
     before = resident()
-    burst = []
-    for _ in range(1000):
-        burst.append(block(64 * 2**10))
-        block(4096)  # lives on, behind the large one
-    for address in burst:
-        libc.free(address)
+    free_burst()
     kept = resident() - before
     tidying = asyncio.create_task(memory_upkeep.tidy_up(OPTIONS))
     async with asyncio.timeout(30):
@@ -88,28 +68,20 @@ asyncio.run(main())
 """
 
 
-def _run(program: str) -> str:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    if "no malloc_trim" in done.stderr:
-        pytest.skip("this C library has no malloc_trim")
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_once_settled_the_collector_does_not_look_at_what_was_loaded() -> None:
-    assert int(_run(_LOADED.replace("SETTLE", ""))) > 200_000
-    assert int(_run(_LOADED.replace("SETTLE", "memory_upkeep.settle()"))) < 20_000
+    assert int(printed_by(_LOADED.replace("SETTLE", ""))) > 200_000
+    assert int(printed_by(_LOADED.replace("SETTLE", "memory_upkeep.settle()"))) < 20_000
 
 
 def test_what_hangs_together_in_circles_goes_soon() -> None:
-    _run(_CIRCLES)
+    printed_by(_CIRCLES)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it is glibc's malloc that is told")
 @pytest.mark.parametrize("options", ["every_s=0.01", "is_idle=iter([True, False] + 1000 * [True]).__next__"])
 def test_what_a_burst_has_left_in_the_heap_goes_back_now_and_then_and_after_work(options: str) -> None:
     """It had been kept before: the program ends only once most of it is gone."""
-    assert int(_run(_TIDY.replace("OPTIONS", options))) > 48 * MIB
+    assert int(printed_by(_TIDY.replace("OPTIONS", options))) > 48 * MIB
 
 
 async def test_an_end_that_nobody_asked_for_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:

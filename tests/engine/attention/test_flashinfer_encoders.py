@@ -17,9 +17,9 @@ from engine.encoders.qwen_vl import QwenVisionEncoder
 from engine.models.base import EncoderModel
 from engine.models.registry import load_encoder
 from tests import fake_flashinfer, tiny_models
-from tests.engine.models.media import encoded, noise, sound_file, tone
 from tests.fake_flashinfer.dense import Wrapper
 from tests.fake_flashinfer.installed import flashinfer_on_cpu, no_compiler
+from tests.media_files import encoded, noise, sound_file, tone
 from tests.tiny import llava, qwen
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from engine.state.prefix import extend_hashes
 from tests import tiny_models
 from tests.engine.conftest import AUDIO_FRAMES
 from tests.engine.driving import Driver, Job, greedy, make_engine, run, sampled, text, text_tokens
-from tests.engine.models.media import encoded, noise, sound_file, tone
+from tests.media_files import encoded, noise, sound_file, tone
 
 SIZE = 4
 
@@ -316,8 +316,7 @@ def test_a_clip_is_neither_sent_nor_projected_again_while_it_is_cached(tiny_spee
     driver = Driver(engine)
     for number in range(8):
         driver.add(clip_job(tiny_speech, f"r{number}", "clip", length=1 + number))
-    while len(engine.scheduler.running) < 8:
-        driver.step()
+    driver.step_while(lambda: len(engine.scheduler.running) < 8)
     tables = {tuple(engine.blocks.get_cross_block_table(f"r{number}")) for number in range(8)}
     assert [len(table) for table in tables] == [cross]
     own = {block for one in engine.scheduler.running for block in engine.blocks.held_blocks(one.sequence_ids)}

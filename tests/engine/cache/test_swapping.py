@@ -109,8 +109,7 @@ def test_swapped_blocks_come_back_bit_for_bit(tiny_speech: ModelInfo) -> None:
     driver = Driver(engine)
     job = clips(tiny_speech)[1]
     driver.add(job)
-    while len(driver.tokens) < 3 or len(driver.tokens[job.name, 0]) < 6:
-        driver.step()
+    driver.step_while(lambda: len(driver.tokens) < 3 or len(driver.tokens[job.name, 0]) < 6)
     [request] = engine.scheduler.running
     tables = {one.sequence_id: engine.blocks.tables[one.sequence_id] for one in request.sequences}
     cross = engine.blocks.get_cross_block_table(job.name)
@@ -157,8 +156,7 @@ def test_a_request_that_ends_on_the_host_leaves_nothing_there(tiny_llama: ModelI
     driver = Driver(engine)
     driver.add(several("r", 9))
     expected = run(make_engine(tiny_llama), [several("r", 9)], watch=False).tokens
-    while len(driver.tokens.get(("r", 2), ())) < 3:  # each has written a block of its own
-        driver.step()
+    driver.step_to_token(3, "r", 2)  # each has written a block of its own
     engine.scheduler.preempt(engine.scheduler.running[0])
     assert engine.blocks.is_swapped("r")
     used = engine.runner.num_host_blocks - engine.blocks.host.num_free
@@ -184,8 +182,7 @@ def test_a_request_that_needs_the_whole_pool_comes_back_from_the_host(tiny_llama
     engine = make_engine(tiny_llama, 5, preemption="swap")
     driver = Driver(engine)
     driver.add(job)
-    while len(driver.tokens.get(("r", 0), ())) < 4:
-        driver.step()
+    driver.step_to_token(4, "r")
     assert engine.blocks.num_free == 0
     driver.add(text("urgent", 5, greedy(3), priority=-1))
     driver.step()
@@ -202,7 +199,6 @@ def test_sequences_that_just_fit_the_pool_run_to_their_end(tiny_llama: ModelInfo
     for policy in POLICIES:
         driver = Driver(make_engine(tiny_llama, 2 + 3 * 2, preemption=policy))
         driver.add(job)
-        while len(driver.tokens.get(("r", 2), ())) < 5:
-            driver.step()
+        driver.step_to_token(5, "r", 2)
         driver.engine.scheduler.preempt(driver.engine.scheduler.running[0])
         assert driver.finish() == expected

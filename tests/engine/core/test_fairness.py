@@ -152,8 +152,7 @@ def test_no_more_than_so_many_requests_wait_or_run(tiny_llama: ModelInfo) -> Non
         ("r6", "overloaded"),
     ]
     assert (engine.stats()["requests_running"], engine.stats()["requests_waiting"]) == (2, 3)
-    while "r0" not in ended(driver):
-        driver.step()
+    driver.step_while(lambda: "r0" not in ended(driver))
     driver.add(text("later", 5, greedy(4)))
     driver.finish()
     assert set(ended(driver)) == {"r0", "r1", "r2", "r3", "r4", "later"}
@@ -188,8 +187,7 @@ def test_a_prompt_runs_up_to_its_first_missing_picture_and_others_pass(tiny_visi
     [waits] = [one for one in driver.engine.scheduler.running if one.request_id == "waits"]
     assert waits.sequences[0].num_computed_tokens == 5
     driver.offer("waits", 1)
-    while driver.engine.has_work():
-        driver.step()
+    driver.step_while(lambda: driver.engine.has_work())
     assert ended(driver) == ["passes"]
     assert waits.sequences[0].num_computed_tokens == 5
     driver.offer("waits", 0)

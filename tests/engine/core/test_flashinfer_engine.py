@@ -11,9 +11,9 @@ from common.sampling_params import SamplingParams
 from engine.attention.metadata import cross_plans_reused
 from engine.llm import LLM
 from tests import tiny_models
-from tests.engine.models.media import sound_file, tone
 from tests.fake_flashinfer.dense import Wrapper
 from tests.fake_flashinfer.installed import flashinfer_on_cpu
+from tests.media_files import sound_file, tone
 from tests.tiny import encdec
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -191,8 +191,7 @@ def test_a_sequence_stopped_in_flight_leaves_its_siblings_alone(tiny_llama: Mode
     expected = run(plain_engine(tiny_llama), [job]).tokens
     driver = Driver(ahead_engine(tiny_llama))
     driver.add(job)
-    while len(driver.tokens.get(("a", 2), ())) < 4:
-        driver.step()
+    driver.step_to_token(4, "a", 2)
     driver.engine.stop_sequence("a", index)
     tokens = driver.finish()
     assert tokens["a", index] == expected["a", index][:4]
@@ -226,11 +225,9 @@ def test_one_who_goes_first_gets_the_blocks_of_one_that_never_waits(tiny_llama: 
     driver = Driver(engine)
     late, urgent = text("late", 9, greedy(20)), text("urgent", 14, greedy(3), priority=-1)
     driver.add(late)
-    while len(driver.tokens.get(("late", 0), ())) < 9:
-        driver.step()
+    driver.step_to_token(9, "late")
     driver.add(urgent)
-    while ("urgent", 0) not in driver.ends:
-        driver.step()
+    driver.step_while(lambda: ("urgent", 0) not in driver.ends)
     assert ("late", 0) not in driver.ends
     assert engine.stats()["preemptions_total"] == 1
     expected = run(plain_engine(tiny_llama), [late, urgent]).tokens
@@ -242,8 +239,7 @@ def test_keys_and_values_from_elsewhere_get_the_blocks_of_one_that_never_waits(t
     pair = Pair(ahead_engine(tiny_llama), ahead_engine(tiny_llama, 10))
     late, urgent = text("late", 9, greedy(25), priority=1), text("urgent", 22, greedy(3))
     pair.receiver.add(late)
-    while len(pair.receiver.tokens.get(("late", 0), ())) < 8:
-        pair.receiver.step()
+    pair.receiver.step_to_token(8, "late")
     pair.add(urgent)
     while ("urgent", 0) not in pair.receiver.ends:
         assert pair.step()
@@ -302,8 +298,7 @@ def test_a_request_that_goes_on_elsewhere_goes_on_with_the_same_tokens(tiny_llam
     job = text("a", 6, sampled(12, n=2))
     driver = Driver(ahead_engine(tiny_llama))
     driver.add(job)
-    while len(driver.tokens.get(("a", 1), ())) < 5:
-        driver.step()
+    driver.step_to_token(5, "a", 1)
     told = driver.tokens
     going_on = replace(job, resumed=[Resumed(index, told["a", index]) for index in (0, 1)])
     rest = run(ahead_engine(tiny_llama), [going_on]).tokens

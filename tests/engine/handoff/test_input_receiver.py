@@ -62,6 +62,13 @@ class IntakeHarness:
         key = {"request_id": name, "input_id": input_id, "attempt": attempt}
         self.intake.offer(msgspec.structs.replace(offer, **key, **changes))
 
+    def granted(self) -> Request:
+        """Add request "a" with one input, and grant an offer of three rows for that input."""
+        request = self.request("a", "h0")
+        self.offer("a", 0, 0, output(3))
+        assert kinds(self.events()) == [("granted", "a")]
+        return request
+
     def events(self) -> list[Event]:
         self.intake.grant()
         self.cache.check_integrity()
@@ -71,6 +78,12 @@ class IntakeHarness:
         [sequence] = request.sequences
         sequence.num_computed_tokens = request.num_computable_tokens(sequence)
         self.intake.consume(request)
+
+
+@pytest.fixture
+def desk() -> IntakeHarness:
+    """Return an intake with room for four rows."""
+    return IntakeHarness(4)
 
 
 def cover(desk: IntakeHarness, request: Request, num_cached: int) -> None:
@@ -85,11 +98,8 @@ def kinds(events: list[Event]) -> list[tuple[str | type[Event], str]]:
     return [(getattr(event, "status", type(event)), event.request_id) for event in events]
 
 
-def test_an_offer_is_granted_and_its_tensor_stored() -> None:
-    desk = IntakeHarness(4)
-    request = desk.request("a", "h0")
-    desk.offer("a", 0, 0, output(3))
-    assert kinds(desk.events()) == [("granted", "a")]
+def test_an_offer_is_granted_and_its_tensor_stored(desk: IntakeHarness) -> None:
+    request = desk.granted()
     assert request.prompt == [1, PAD, PAD, PAD, 2]
     assert request.num_computable_tokens(request.sequences[0]) == 1
     desk.intake.deliver("a", 0, 0, tensor(3))
@@ -100,16 +110,14 @@ def test_an_offer_is_granted_and_its_tensor_stored() -> None:
     assert desk.cache.num_references == 0
 
 
-def test_an_offer_may_come_before_its_request() -> None:
-    desk = IntakeHarness(4)
+def test_an_offer_may_come_before_its_request(desk: IntakeHarness) -> None:
     desk.offer("a", 0, 0, output(3))
     assert desk.events() == []
     desk.request("a", "h0")
     assert kinds(desk.events()) == [("granted", "a")]
 
 
-def test_a_newer_offer_that_comes_early_replaces_the_older_one_and_says_so() -> None:
-    desk = IntakeHarness(4)
+def test_a_newer_offer_that_comes_early_replaces_the_older_one_and_says_so(desk: IntakeHarness) -> None:
     desk.offer("a", 0, 0, output(3))
     desk.offer("a", 0, 1, output(3))
     desk.offer("a", 0, 0, output(3))
@@ -121,8 +129,7 @@ def test_a_newer_offer_that_comes_early_replaces_the_older_one_and_says_so() -> 
     assert granted.attempt == 1
 
 
-def test_an_offer_after_its_request_has_ended_is_cancelled() -> None:
-    desk = IntakeHarness(4)
+def test_an_offer_after_its_request_has_ended_is_cancelled(desk: IntakeHarness) -> None:
     desk.intake.end_request(desk.request("a", "h0"))
     desk.offer("a", 0, 0, output(3))
     assert desk.events() == [Grant("a", 0, 0, "cancelled")]
@@ -130,8 +137,7 @@ def test_an_offer_after_its_request_has_ended_is_cancelled() -> None:
 
 
 @pytest.mark.parametrize("granted", [False, True])
-def test_a_withdrawn_offer_leaves_its_room_to_the_next_in_line(granted: bool) -> None:
-    desk = IntakeHarness(4)
+def test_a_withdrawn_offer_leaves_its_room_to_the_next_in_line(desk: IntakeHarness, granted: bool) -> None:
     first = desk.request("a", "h0")
     desk.request("b", "h1")
     desk.offer("a", 0, 0, output(3))
@@ -148,11 +154,8 @@ def test_a_withdrawn_offer_leaves_its_room_to_the_next_in_line(granted: bool) ->
     assert first.inputs[0].state is InputState.OFFERED
 
 
-def test_what_has_come_is_not_lost_with_a_late_withdrawal() -> None:
-    desk = IntakeHarness(4)
-    request = desk.request("a", "h0")
-    desk.offer("a", 0, 0, output(3))
-    desk.events()
+def test_what_has_come_is_not_lost_with_a_late_withdrawal(desk: IntakeHarness) -> None:
+    request = desk.granted()
     desk.intake.deliver("a", 0, 0, tensor(3))
     desk.intake.withdraw("a", 0, 0)
     assert request.inputs[0].state is InputState.READY
@@ -160,8 +163,7 @@ def test_what_has_come_is_not_lost_with_a_late_withdrawal() -> None:
     assert request.inputs[0].state is InputState.CONSUMED
 
 
-def test_an_offer_is_for_one_attempt_of_its_request_only() -> None:
-    desk = IntakeHarness(4)
+def test_an_offer_is_for_one_attempt_of_its_request_only(desk: IntakeHarness) -> None:
     request = desk.request("a", "h0", attempt=2)
     desk.offer("a", 0, 3, output(3), request_attempt=1)
     assert desk.events() == [Grant("a", 0, 3, "cancelled")]
@@ -175,8 +177,7 @@ def test_an_offer_is_for_one_attempt_of_its_request_only() -> None:
     assert granted.attempt == 5
 
 
-def test_an_item_over_the_whole_budget_is_refused_with_both_numbers() -> None:
-    desk = IntakeHarness(4)
+def test_an_item_over_the_whole_budget_is_refused_with_both_numbers(desk: IntakeHarness) -> None:
     desk.request("a", "h0")
     desk.offer("a", 0, 0, output(5))
     [event] = desk.events()
@@ -200,8 +201,7 @@ def test_an_item_over_the_whole_budget_is_refused_with_both_numbers() -> None:
     ],
     ids=["too many", "negative", "unknown token", "endless", "none", "other grid", "nothing"],
 )
-def test_an_offer_that_does_not_fit_the_model_is_refused(layout: InputLayout) -> None:
-    desk = IntakeHarness(4)
+def test_an_offer_that_does_not_fit_the_model_is_refused(desk: IntakeHarness, layout: InputLayout) -> None:
     request = desk.request("a", "h0")
     rows = layout.num_encoder_tokens
     desk.offer("a", 0, 0, output(rows, layout=layout))
@@ -212,17 +212,13 @@ def test_an_offer_that_does_not_fit_the_model_is_refused(layout: InputLayout) ->
     assert request.prompt == [1]
 
 
-def test_ending_a_request_tells_the_encoder_that_holds_its_grant() -> None:
-    desk = IntakeHarness(4)
-    request = desk.request("a", "h0")
-    desk.offer("a", 0, 0, output(3))
-    desk.events()
+def test_ending_a_request_tells_the_encoder_that_holds_its_grant(desk: IntakeHarness) -> None:
+    request = desk.granted()
     desk.intake.end_request(request)
     assert desk.events() == [Grant("a", 0, 0, "cancelled")]
 
 
-def test_equal_content_is_sent_once() -> None:
-    desk = IntakeHarness(4)
+def test_equal_content_is_sent_once(desk: IntakeHarness) -> None:
     desk.request("a", "h0")
     desk.request("b", "h0")
     for name in "ab":
@@ -233,8 +229,7 @@ def test_equal_content_is_sent_once() -> None:
     assert desk.cache.used_bytes == 3 * HIDDEN * 4
 
 
-def test_who_waited_for_equal_content_gets_a_grant_when_the_first_is_aborted() -> None:
-    desk = IntakeHarness(4)
+def test_who_waited_for_equal_content_gets_a_grant_when_the_first_is_aborted(desk: IntakeHarness) -> None:
     first = desk.request("a", "h0")
     desk.request("b", "h0")
     for name in "ab":
@@ -260,9 +255,7 @@ def test_messages_that_come_twice_change_nothing() -> None:
 
 def test_a_lease_that_runs_out_gives_its_room_back_and_asks_again() -> None:
     desk = IntakeHarness(4, lease_s=-1.0)
-    desk.request("a", "h0")
-    desk.offer("a", 0, 0, output(3))
-    desk.events()
+    desk.granted()
     desk.intake.expire(FAR_S / 2)
     assert desk.events() == [Grant("a", 0, 0, "cancelled"), InputNeeded("a", 0)]
     assert (desk.intake.counters["leases_expired"], desk.intake.counters["offers_expired"]) == (1, 0)
@@ -273,8 +266,7 @@ def test_a_lease_that_runs_out_gives_its_room_back_and_asks_again() -> None:
     assert kinds(desk.events()) == [("granted", "a")]
 
 
-def test_an_offer_that_finds_no_room_by_its_deadline_asks_again_and_is_counted_apart() -> None:
-    desk = IntakeHarness(4)
+def test_an_offer_that_finds_no_room_by_its_deadline_asks_again_and_is_counted_apart(desk: IntakeHarness) -> None:
     desk.request("a", "h0")
     desk.request("b", "h1")
     desk.offer("a", 0, 0, output(3))
@@ -285,8 +277,7 @@ def test_an_offer_that_finds_no_room_by_its_deadline_asks_again_and_is_counted_a
     assert (desk.intake.counters["leases_expired"], desk.intake.counters["offers_expired"]) == (0, 1)
 
 
-def test_an_entry_that_is_given_up_for_another_is_counted_and_one_that_is_found_is_not() -> None:
-    desk = IntakeHarness(4)
+def test_an_entry_that_is_given_up_for_another_is_counted_and_one_that_is_found_is_not(desk: IntakeHarness) -> None:
     for name, content in (("a", "h0"), ("b", "h1"), ("c", "h1")):
         request = desk.request(name, content)
         desk.offer(name, 0, 0, output(3, content))
@@ -300,38 +291,31 @@ def test_an_entry_that_is_given_up_for_another_is_counted_and_one_that_is_found_
 
 def test_who_repeats_an_offer_whose_lease_ran_out_is_told_again() -> None:
     desk = IntakeHarness(4, lease_s=-1.0)
-    desk.request("a", "h0")
-    desk.offer("a", 0, 0, output(3))
-    desk.events()
+    desk.granted()
     desk.intake.expire(FAR_S / 2)
     desk.events()
     desk.offer("a", 0, 0, output(3))
     assert desk.events() == [Grant("a", 0, 0, "cancelled")]
 
 
-def test_an_offer_of_what_the_kv_cache_still_has_is_answered_as_cached() -> None:
-    desk = IntakeHarness(4)
-    request = desk.request("a", "h0")
-    desk.offer("a", 0, 0, output(3))
-    desk.events()
+def test_an_offer_of_what_the_kv_cache_still_has_is_answered_as_cached(desk: IntakeHarness) -> None:
+    request = desk.granted()
     request.inputs[0].state = InputState.DORMANT  # preempted after its input had been consumed
     desk.offer("a", 0, 0, output(3))
     assert Grant("a", 0, 0, "cached") in desk.state.outbox
 
 
-def test_a_tensor_that_is_not_what_was_granted_is_corrupt() -> None:
-    desk = IntakeHarness(4)
-    desk.request("a", "h0")
-    desk.offer("a", 0, 0, output(3))
-    desk.events()
+def test_a_tensor_that_is_not_what_was_granted_is_corrupt(desk: IntakeHarness) -> None:
+    desk.granted()
     desk.intake.deliver("a", 0, 0, tensor(2))
     assert desk.events() == [Receipt("a", 0, 0, "corrupt")]
     desk.intake.deliver("a", 0, 0, tensor(3))
     assert kinds(desk.events()) == [("stored", "a")]
 
 
-def test_an_input_whose_place_in_the_prompt_is_not_known_yet_is_kept_however_far_the_prefill_is() -> None:
-    desk = IntakeHarness(4)
+def test_an_input_whose_place_in_the_prompt_is_not_known_yet_is_kept_however_far_the_prefill_is(
+    desk: IntakeHarness,
+) -> None:
     request = desk.request("a", "h0", "h1")
     desk.offer("a", 1, 0, output(1, "h1"))
     desk.events()
@@ -342,16 +326,14 @@ def test_an_input_whose_place_in_the_prompt_is_not_known_yet_is_kept_however_far
     assert request.inputs[1].state is InputState.READY
 
 
-def test_what_is_cached_covers_no_input_whose_place_is_not_known_yet() -> None:
-    desk = IntakeHarness(4)
+def test_what_is_cached_covers_no_input_whose_place_is_not_known_yet(desk: IntakeHarness) -> None:
     request = desk.request("a", "h0", "h1")
     desk.offer("a", 1, 0, output(1, "h1"))
     cover(desk, request, num_cached=1)
     assert request.inputs[1].state is InputState.OFFERED
 
 
-def test_room_is_promised_in_the_order_of_requests_not_of_offers() -> None:
-    desk = IntakeHarness(4)
+def test_room_is_promised_in_the_order_of_requests_not_of_offers(desk: IntakeHarness) -> None:
     for name in "abc":
         desk.request(name, f"h-{name}")
     for name in "cba":
@@ -363,8 +345,7 @@ def test_room_is_promised_in_the_order_of_requests_not_of_offers() -> None:
     assert kinds(desk.events()) == [("granted", "b")]
 
 
-def test_later_pictures_that_came_first_make_room_for_the_next_one() -> None:
-    desk = IntakeHarness(4)
+def test_later_pictures_that_came_first_make_room_for_the_next_one(desk: IntakeHarness) -> None:
     request = desk.request("a", "h0", "h1", "h2")
     for number in (2, 1):
         desk.offer("a", number, 0, output(2, f"h{number}"))

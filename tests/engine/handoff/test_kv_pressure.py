@@ -128,8 +128,7 @@ def test_a_prefill_takes_blocks_back_once_its_picture_is_there_and_not_before(ti
     driver.add(Job("r", [7, 8, placeholder, 9], greedy(2), [("x", 2)]), offer=False, prefill_only=True)
     driver.step()
     driver.add(text("later", 11, greedy(1)), prefill_only=True)
-    while not any(one.is_prefilled_here for one in engine.scheduler.running):
-        driver.step()
+    driver.step_while(lambda: not any(one.is_prefilled_here for one in engine.scheduler.running))
     for _ in range(5):
         driver.step()
     assert not engine.has_work(), "one waits for its picture, the other one for its grant"

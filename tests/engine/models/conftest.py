@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers.utils import logging
 
+from engine import processors
 from tests import tiny_models
 
 
@@ -20,6 +21,12 @@ def _one_quiet_thread() -> Iterator[None]:
     logging.set_verbosity_error()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _leave_no_worker() -> Iterator[None]:
+    yield
+    processors._worker = None
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,28 +25,19 @@ from engine.models.registry import load_decoder, load_encoder
 from engine.models.t5 import bucket_of_distance
 from engine.processors import ProcessedInput
 from tests.engine.models.dense import decoder_of, logits_of
+from tests.engine.models.encoders import assert_outputs_equal
 from tests.engine.models.test_decoders import assert_equal_logits
+from tests.equality.cases import ENCODER_DECODER_FAMILIES
+from tests.equality.conftest import MAKERS
 from tests.tiny import encdec
 
 CPU = torch.device("cpu")
-MAKERS: dict[str, Callable[..., Path]] = {
-    "bart": encdec.make_bart,
-    "mbart": encdec.make_mbart,
-    "t5": encdec.make_t5,
-    "flan_t5": encdec.make_flan_t5,
-}
 LENGTHS = (7, 40, 1, 128, 42, 7)
 
 
-@pytest.fixture(scope="module", params=MAKERS)
+@pytest.fixture(scope="module", params=ENCODER_DECODER_FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return MAKERS[request.param](tmp_path_factory.mktemp("models") / request.param)
-
-
-@pytest.fixture(autouse=True)
-def _leave_no_worker() -> Iterator[None]:
-    yield
-    processors._worker = None
 
 
 def random_ids(count: int, seed: int = 1) -> torch.Tensor:
@@ -90,19 +81,13 @@ def test_decoders_equal_transformers(folder: Path) -> None:
     assert_equals_transformers(folder)
 
 
-@torch.inference_mode()
 def test_encoders_equal_transformers_alone_and_together(folder: Path) -> None:
-    items = texts(folder)
-    encoder = load_encoder(load_model_info(str(folder)), CPU, torch.float32)[0]
     theirs = reference(folder).get_encoder()
-    together = encoder.encode(items)
-    assert len(together) == len(items)
-    for item, output in zip(items, together, strict=True):
-        expected = theirs(torch.from_numpy(item.arrays["input_ids"])[None]).last_hidden_state[0]
-        torch.testing.assert_close(output, expected, rtol=0, atol=1e-5)
-        torch.testing.assert_close(output, encoder.encode([item])[0], rtol=0, atol=1e-5)
-        assert tuple(output.shape) == item.shape
-        assert output.nbytes == item.size_bytes
+
+    def expected(item: ProcessedInput) -> torch.Tensor:
+        return theirs(torch.from_numpy(item.arrays["input_ids"])[None]).last_hidden_state[0]
+
+    assert_outputs_equal(folder, texts(folder), expected)
 
 
 @pytest.mark.parametrize(
@@ -287,5 +272,5 @@ def test_no_panel_imports_what_it_does_not_need(tmp_path: Path) -> None:
         "[load_decoder(load_model_info(folder), torch.device('cpu'), torch.float32) for folder in sys.argv[1:]];"
         "assert 'transformers' not in sys.modules"
     )
-    folders = [str(make(tmp_path / name)) for name, make in MAKERS.items()]
+    folders = [str(MAKERS[name](tmp_path / name)) for name in ENCODER_DECODER_FAMILIES]
     subprocess.run([sys.executable, "-c", program, *folders], check=True, timeout=120)

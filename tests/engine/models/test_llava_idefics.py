@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -45,8 +45,9 @@ from engine.processors import ProcessedInput
 from engine.processors.idefics3 import Idefics3Processor, PieceSettings, image_to_pieces, scaled_size, whole_pieces
 from engine.processors.llava import CropSettings, LlavaProcessor, image_to_square
 from tests.engine.models.dense import decoder_of, logits_of
-from tests.engine.models.media import encoded, noise
+from tests.engine.models.encoders import assert_bfloat16_close, assert_outputs_equal, encoder_of, pictures
 from tests.equality.processors import expand, make_processor
+from tests.media_files import encoded, noise
 from tests.tiny.llava import make_idefics3, make_llava
 
 CPU = torch.device("cpu")
@@ -66,19 +67,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
     return lambda name: base / name if (base / name).exists() else MAKERS[name](base / name)
 
 
-@pytest.fixture(autouse=True)
-def _leave_no_worker() -> Iterator[None]:
-    yield
-    processors._worker = None
-
-
 def processed(folder: Path, dtype: str = "float32") -> list[ProcessedInput]:
-    processors.init_worker(str(folder), dtype)
-    return [processors.process("image", encoded(noise(*size, seed=seed))) for seed, size in enumerate(SIZES)]
-
-
-def encoder_of(folder: Path, dtype: torch.dtype = torch.float32) -> EncoderModel:
-    return load_encoder(load_model_info(str(folder)), CPU, dtype)[0]
+    return pictures(folder, dtype, SIZES)
 
 
 # --- pixels
@@ -216,7 +206,6 @@ def test_preprocessing_children_import_no_torch(name: str, folder_of: FolderOf) 
 # --- encoders
 
 
-@torch.inference_mode()
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("together_bytes", [1, 2**26], ids=["piece by piece", "at once"])
 def test_outputs_equal_transformers_alone_and_together(
@@ -224,14 +213,13 @@ def test_outputs_equal_transformers_alone_and_together(
 ) -> None:
     monkeypatch.setitem(idefics3._WIDEST_BYTES, "cpu", together_bytes)
     folder = folder_of(name)
-    encoder, items = encoder_of(folder), processed(folder)
     theirs = AutoModelForImageTextToText.from_pretrained(folder).eval()
-    for item, output in zip(items, encoder.encode(items), strict=True):
-        expected = theirs.model.get_image_features(torch.from_numpy(item.arrays["pixel_values"])[None]).pooler_output
-        torch.testing.assert_close(output, torch.cat(list(expected)), rtol=0, atol=1e-5)
-        torch.testing.assert_close(output, encoder.encode([item])[0], rtol=0, atol=1e-5)
-        assert tuple(output.shape) == item.shape
-        assert output.nbytes == item.size_bytes
+
+    def expected(item: ProcessedInput) -> torch.Tensor:
+        pixels = torch.from_numpy(item.arrays["pixel_values"])[None]
+        return torch.cat(list(theirs.model.get_image_features(pixels).pooler_output))
+
+    assert_outputs_equal(folder, processed(folder), expected)
 
 
 @torch.inference_mode()
@@ -247,12 +235,7 @@ def test_several_layers_with_the_class_token_equal_transformers(tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["llava", "idefics3"])
 def test_bfloat16_stays_bfloat16(name: str, folder_of: FolderOf) -> None:
-    items = processed(folder_of(name), "bfloat16")
-    half = encoder_of(folder_of(name), torch.bfloat16).encode(items)
-    full = encoder_of(folder_of(name)).encode(items)
-    for item, low, high in zip(items, half, full, strict=True):
-        assert (low.dtype, low.nbytes) == (torch.bfloat16, item.size_bytes)
-        assert (low.float() - high).norm() < 0.1 * high.norm()
+    assert_bfloat16_close(folder_of(name), processed(folder_of(name), "bfloat16"))
 
 
 # --- loading

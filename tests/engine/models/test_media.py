@@ -13,7 +13,7 @@ from PIL import Image
 from common.errors import TriptychError
 from engine.media.audio import decode_audio
 from engine.media.image import FORMATS, MAX_PIXELS, decode_image
-from tests.engine.models.media import encoded, noise, sound_file, tone
+from tests.media_files import encoded, noise, sound_file, tone
 
 
 def refused(function: Any, *arguments: Any) -> str:

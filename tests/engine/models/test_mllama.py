@@ -33,7 +33,7 @@ from engine.processors import ProcessedInput
 from engine.processors.mllama import TileSettings, arrangement, fitting_size, image_to_tiles
 from engine.state.cross_ranges import CrossInput, after_input, key_ranges, table_rows
 from tests.engine.models.dense import decoder_of
-from tests.engine.models.media import encoded, noise
+from tests.media_files import encoded, noise
 from tests.tiny.mllama import IMAGE_TOKEN, ROWS_PER_TILE, TILE_SIZE, make_mllama
 
 SIZES = ((28, 28), (60, 20), (57, 200), (9, 150), (300, 300), (1, 40))

@@ -14,7 +14,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from common.errors import TriptychError
 from engine.media.log_mel import LogMel, LogMelSettings, mel_filters
 from engine.processors.qwen_vl import PatchSettings, image_to_patches, target_size
-from tests.engine.models.media import noise, tone
+from tests.media_files import noise, tone
 
 SETTINGS: list[dict[str, Any]] = [
     {},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,7 @@ from transformers import AutoFeatureExtractor, AutoImageProcessor
 
 from common.errors import TriptychError
 from engine import processors
-from tests.engine.models.media import encoded, noise, sound_file, tone
-
-
-@pytest.fixture(autouse=True)
-def _leave_no_worker() -> Iterator[None]:
-    yield
-    processors._worker = None
+from tests.media_files import encoded, noise, sound_file, tone
 
 
 def refused(kind: str, media: bytes) -> TriptychError:

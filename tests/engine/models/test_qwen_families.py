@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,16 @@ from transformers import (
 from common.errors import TriptychError
 from common.model_info import load_model_info
 from engine import processors
-from engine.models.base import EncoderModel, EncoderRows
+from engine.models.base import EncoderRows
 from engine.models.config import read_text_config
-from engine.models.registry import load_encoder
 from engine.processors import ProcessedInput
 from engine.processors.qwen2_audio import num_output_tokens
 from tests.engine.models.dense import DenseAttention, decoder_of, logits_of
-from tests.engine.models.media import encoded, noise, sound_file, tone
+from tests.engine.models.encoders import QWEN_SIZES, assert_outputs_equal, encoder_of, pictures
 from tests.engine.models.test_decoders import assert_equal_logits
+from tests.media_files import encoded, noise, sound_file, tone
 from tests.tiny import qwen
 
-SIZES = ((28, 28), (84, 140), (196, 112), (28, 196), (150, 75))
 SECONDS = (0.05, 0.7, 2.345, float(qwen.CLIP_SECONDS))
 MODELS: dict[str, Any] = {
     "qwen2_vl": Qwen2VLForConditionalGeneration,
@@ -41,7 +40,6 @@ MODELS: dict[str, Any] = {
     "qwen2_audio": Qwen2AudioForConditionalGeneration,
 }
 VISUAL = ("qwen2_vl", "qwen3_vl")
-MERGED_PIXELS = {"qwen2_vl": 28, "qwen3_vl": 32}
 Folders = dict[str, Path]
 
 
@@ -57,23 +55,8 @@ def input_ids() -> torch.Tensor:
     return torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(autouse=True)
-def _leave_no_worker() -> Iterator[None]:
-    yield
-    processors._worker = None
-
-
-def encoder_of(folder: Path, dtype: torch.dtype = torch.float32) -> EncoderModel:
-    return load_encoder(load_model_info(str(folder)), torch.device("cpu"), dtype)[0]
-
-
 def reference(folders: Folders, name: str) -> Any:
     return MODELS[name].from_pretrained(folders[name], dtype=torch.float32).eval()
-
-
-def pictures(folder: Path, dtype: str = "float32") -> list[ProcessedInput]:
-    processors.init_worker(str(folder), dtype)
-    return [processors.process("image", encoded(noise(*size, seed=seed))) for seed, size in enumerate(SIZES)]
 
 
 def clips(folder: Path, dtype: str = "float32") -> list[ProcessedInput]:
@@ -91,7 +74,7 @@ def samples_of(seconds: float) -> Any:
 
 
 @pytest.mark.parametrize("name", VISUAL)
-@pytest.mark.parametrize("size", [*SIZES, (640, 480), (3, 500), (1, 1)], ids=str)
+@pytest.mark.parametrize("size", [*QWEN_SIZES, (640, 480), (3, 500), (1, 1)], ids=str)
 def test_pictures_are_processed_as_by_transformers(folders: Folders, name: str, size: tuple[int, int]) -> None:
     info = load_model_info(str(folders[name]))
     processors.init_worker(str(folders[name]), "float32")
@@ -157,37 +140,32 @@ def test_a_preprocessor_of_another_model_is_refused(
 # --- encoders
 
 
-@torch.inference_mode()
 @pytest.mark.parametrize("name", VISUAL)
 def test_pictures_equal_transformers_alone_and_together(folders: Folders, name: str) -> None:
-    encoder, items = encoder_of(folders[name]), pictures(folders[name])
     model = reference(folders, name).model
-    together = encoder.encode(items)
-    for item, output in zip(items, together, strict=True):
+
+    def expected(item: ProcessedInput) -> torch.Tensor:
         pixels = torch.from_numpy(item.arrays["pixel_values"])
         features = model.get_image_features(pixels, torch.from_numpy(item.arrays["image_grid_thw"])[None])
         stacked = [layer[0] for layer in getattr(features, "deepstack_features", None) or []]
-        expected = torch.cat((features.pooler_output[0], *stacked), dim=-1)
-        torch.testing.assert_close(output, expected, rtol=0, atol=2e-5)
-        torch.testing.assert_close(output, encoder.encode([item])[0], rtol=0, atol=2e-5)
-        assert (tuple(output.shape), output.nbytes) == (item.shape, item.size_bytes)
+        return torch.cat((features.pooler_output[0], *stacked), dim=-1)
+
+    assert_outputs_equal(folders[name], pictures(folders[name]), expected, atol=2e-5)
 
 
-@torch.inference_mode()
 def test_clips_equal_transformers_alone_and_together(folders: Folders) -> None:
-    folder = folders["qwen2_audio"]
-    encoder, items, model = encoder_of(folder), clips(folder), reference(folders, "qwen2_audio")
+    folder, model = folders["qwen2_audio"], reference(folders, "qwen2_audio")
     heard: list[torch.Tensor] = []
     model.model.multi_modal_projector.register_forward_hook(lambda module, args, output: heard.append(output[0]))
-    together = encoder.encode(items)
-    for item, output in zip(items, together, strict=True):
+
+    def expected(item: ProcessedInput) -> torch.Tensor:
         features = torch.from_numpy(item.arrays["input_features"])[None]
         mask = torch.from_numpy(item.arrays["feature_attention_mask"])[None]
         input_ids = torch.tensor([[5, *[261] * item.layout.num_encoder_tokens]])
         model(input_ids, features, attention_mask=torch.ones_like(input_ids), feature_attention_mask=mask)
-        torch.testing.assert_close(output, heard.pop()[: len(output)], rtol=0, atol=2e-5)
-        torch.testing.assert_close(output, encoder.encode([item])[0], rtol=0, atol=2e-5)
-        assert (tuple(output.shape), output.nbytes) == (item.shape, item.size_bytes)
+        return heard.pop()[: item.shape[0]]
+
+    assert_outputs_equal(folder, clips(folder), expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)

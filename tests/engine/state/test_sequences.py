@@ -53,8 +53,7 @@ def test_sequences_over_a_clip_share_its_keys_and_values(tiny_speech: ModelInfo)
     engine = make_engine(tiny_speech)
     driver = Driver(engine)
     driver.add(job)
-    while len(driver.tokens) < 5:
-        driver.step()
+    driver.step_while(lambda: len(driver.tokens) < 5)
     assert len(engine.blocks.get_cross_block_table("r")) == -(-AUDIO_FRAMES // 4)
     # Six tokens of prompt: one full block for all, and the half full one that each will copy when it writes.
     assert engine.stats()["kv_blocks_used"] == -(-AUDIO_FRAMES // 4) + 2
@@ -85,8 +84,7 @@ def test_a_sequence_that_ends_gives_its_blocks_back_at_once(tiny_llama: ModelInf
     engine = make_engine(tiny_llama, prefix_caching=False)
     driver = Driver(engine)
     driver.add(replace(job, params=params))
-    while not driver.ends:
-        driver.step()
+    driver.step_while(lambda: not driver.ends)
     [ended] = driver.ends
     [request] = engine.scheduler.running
     assert ended[1] not in [one.index for one in request.sequences]
@@ -188,8 +186,7 @@ def test_the_log_probabilities_of_a_prompt_are_told_once_even_if_it_is_computed_
     engine = make_engine(tiny_llama, preemption="recompute")
     driver = Driver(engine)
     driver.add(text("r", length, sampled(8, n=2, prompt_logprobs=1)))
-    while len(driver.tokens) < 2:
-        driver.step()
+    driver.step_while(lambda: len(driver.tokens) < 2)
     engine.scheduler.preempt(engine.scheduler.running[0])
     driver.finish()
     told = [event.prompt_logprobs for event in driver.events if isinstance(event, Tokens)]
@@ -261,8 +258,7 @@ def test_what_breaks_over_one_request_does_not_reach_the_others(
     driver = Driver(make_engine(tiny_llama))
     driver.add(neighbour)
     driver.engine.add_request("beams", text_tokens(1, 6), [], greedy(8, beam_width=2))
-    while not driver.engine.is_empty():
-        driver.step()
+    driver.step_while(lambda: not driver.engine.is_empty())
     failed = [event for event in driver.events if isinstance(event, Failed)]
     assert [(event.request_id, event.error.code) for event in failed] == [("beams", "internal_error")]
     assert {key: tokens for key, tokens in driver.tokens.items() if key[0] == "neighbour"} == alone

@@ -23,10 +23,11 @@ from launch.cluster.local_cluster import LocalCluster
 from launch.demo import scenes
 from tests.broker.conftest import broker_url
 from tests.equality.cases import Case
-from tests.equality.media import data_url, png
+from tests.equality.media import data_url
 from tests.equality.served import START_TIMEOUT_S, Served
 from tests.eventually import eventually
 from tests.launch.cli.hanging import HangingPlan
+from tests.media_files import encoded
 
 __all__ = ["broker_url"]
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -92,7 +93,7 @@ class Pictures(ThreadingHTTPServer):
     """Has one picture, and counts how often it is asked for."""
 
     def __init__(self) -> None:
-        self.data = png(scenes.render(random.Random(1), scenes.SIZES[0], "test").image)
+        self.data = encoded(scenes.render(random.Random(1), scenes.SIZES[0], "test").image)
         self.num_fetched = 0
         super().__init__(("127.0.0.1", 0), _Handler)
 

@@ -16,10 +16,11 @@ from launch.cluster.readiness import ReadinessProbe
 from tests.broker.conftest import make_record
 
 Registered = dict[str, InstanceRecord]
+Looking = tuple[ReadinessProbe, Registered]
 
 
 @pytest.fixture
-async def looking(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[ReadinessProbe, Registered]]:
+async def looking(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Looking]:
     """A probe, and the registry that it reads: nobody in there is ready."""
     registry: Registered = {}
 
@@ -39,7 +40,7 @@ def make_worker(**values: Any) -> Instance:
 
 @pytest.mark.parametrize("state", ["starting", "switching", "ready"])
 async def test_a_worker_that_is_drained_is_seen_to_leave_however_far_it_has_come(
-    looking: tuple[ReadinessProbe, Registered], state: State
+    looking: Looking, state: State
 ) -> None:
     probe, registry = looking
     worker = make_worker(state=state, epoch=2, past_epoch=1)
@@ -51,9 +52,7 @@ async def test_a_worker_that_is_drained_is_seen_to_leave_however_far_it_has_come
     assert await probe.changes([worker]) == []
 
 
-async def test_a_worker_that_drains_when_it_is_first_seen_is_seen_to_leave(
-    looking: tuple[ReadinessProbe, Registered],
-) -> None:
+async def test_a_worker_that_drains_when_it_is_first_seen_is_seen_to_leave(looking: Looking) -> None:
     probe, registry = looking
     worker = make_worker()
     registry["e0"] = make_record("e0", epoch=2, draining=True)
@@ -61,9 +60,7 @@ async def test_a_worker_that_drains_when_it_is_first_seen_is_seen_to_leave(
     assert worker.joined
 
 
-async def test_what_a_former_process_was_told_is_not_told_to_the_next(
-    looking: tuple[ReadinessProbe, Registered],
-) -> None:
+async def test_what_a_former_process_was_told_is_not_told_to_the_next(looking: Looking) -> None:
     probe, registry = looking
     worker = make_worker(epoch=2, past_epoch=2)
     registry["e0"] = make_record("e0", epoch=2, draining=True)
@@ -71,7 +68,7 @@ async def test_what_a_former_process_was_told_is_not_told_to_the_next(
 
 
 async def test_a_worker_that_changes_its_role_before_it_counts_as_ready_is_started_in_that_role_again(
-    looking: tuple[ReadinessProbe, Registered],
+    looking: Looking,
 ) -> None:
     probe, registry = looking
     worker = make_worker(epoch=2, past_epoch=1)
@@ -81,21 +78,15 @@ async def test_a_worker_that_changes_its_role_before_it_counts_as_ready_is_start
 
 
 async def test_a_proxy_that_is_ready_before_its_entry_has_been_read_is_so_at_the_next_look(
-    monkeypatch: pytest.MonkeyPatch,
+    looking: Looking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    former, present = make_record("p0", "proxy", epoch=1), make_record("p0", "proxy", epoch=2)
+    probe, registry = looking
+    registry["p0"] = make_record("p0", "proxy", epoch=1)
     proxy = Instance("p0", "proxy", Command([], {}, Path()), http_address="http://p0", epoch=1, past_epoch=1)
-    registry: dict[str, InstanceRecord] = {"p0": former}
-
-    async def instances() -> dict[str, InstanceRecord]:
-        return registry
-
-    probe = ReadinessProbe("redis://127.0.0.1:1", "c")
-    monkeypatch.setattr(probe._registry, "instances", instances)
-    async with probe, httpx.AsyncClient(transport=httpx.MockTransport(lambda _: httpx.Response(200))) as answering:
+    async with httpx.AsyncClient(transport=httpx.MockTransport(lambda _: httpx.Response(200))) as answering:
         monkeypatch.setattr(probe._http, "get", answering.get)
         assert await probe.changes([proxy]) == []
-        registry["p0"] = present
+        registry["p0"] = make_record("p0", "proxy", epoch=2)
         assert await probe.changes([proxy]) == [(proxy, "ready")]
         proxy.state = "ready"
         assert await probe.changes([proxy]) == []

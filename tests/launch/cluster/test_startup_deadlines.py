@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -33,6 +34,11 @@ class Watch:
         found = self.overdue.look(instances, heard or set(), broker_away=broker_away)
         return {one.id: why for one, why in found}
 
+    def is_quiet(self, count: int, one: Instance, **look: Any) -> None:
+        """Look so many times, a second apart, and find nothing."""
+        for _ in range(count):
+            assert self.look(one, **look) == {}
+
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
@@ -49,32 +55,26 @@ def instance(state: State = "ready", *, started_s: float = 0.0, epoch: int | Non
 @pytest.mark.parametrize("state", ["starting", "switching"])
 def test_a_start_that_takes_too_long_is_ended(watch: Watch, state: State) -> None:
     one = instance(state)
-    for _ in range(101):
-        assert watch.look(one) == {}
+    watch.is_quiet(101, one)
     assert watch.look(one) == {"d0": "it did not join the cluster within 100 s"}
 
 
 @pytest.mark.parametrize("state", ["starting", "switching"])
 def test_who_has_joined_may_wait_for_the_others_for_ever_but_not_in_silence(watch: Watch, state: State) -> None:
     one = instance(state)
-    for _ in range(50):
-        assert watch.look(one) == {}
+    watch.is_quiet(50, one)
     one.epoch = 7
-    for _ in range(1000):
-        assert watch.look(one, heard={"d0"}) == {}
-    for _ in range(30):
-        assert watch.look(one) == {}
+    watch.is_quiet(1000, one, heard={"d0"})
+    watch.is_quiet(30, one)
     assert watch.look(one) == {"d0": "it has said nothing for 30 s"}
 
 
 def test_another_role_is_another_start(watch: Watch) -> None:
     one = instance(epoch=7)
-    for _ in range(1000):
-        assert watch.look(one, heard={"d0"}) == {}
+    watch.is_quiet(1000, one, heard={"d0"})
     one.take_role("prefill")
     one.state = "switching"
-    for _ in range(101):
-        assert watch.look(one) == {}
+    watch.is_quiet(101, one)
     assert watch.look(one) == {"d0": "it did not join the cluster within 100 s"}
 
 
@@ -82,48 +82,39 @@ def test_the_supervisors_own_absence_is_no_part_of_a_start(watch: Watch) -> None
     one = instance("starting")
     assert watch.look(one) == {}
     assert watch.look(one, after_s=3600.0) == {}
-    for _ in range(100 - int(LOOK_S)):
-        assert watch.look(one) == {}
+    watch.is_quiet(100 - int(LOOK_S), one)
     assert watch.look(one)
 
 
 @pytest.mark.parametrize("state", ["starting", "switching"])
 def test_the_time_without_a_broker_is_no_part_of_a_start(watch: Watch, state: State) -> None:
     one = instance(state)
-    for _ in range(50):
-        assert watch.look(one) == {}
-    for _ in range(1000):
-        assert watch.look(one, broker_away=True) == {}
-    for _ in range(51):
-        assert watch.look(one) == {}
+    watch.is_quiet(50, one)
+    watch.is_quiet(1000, one, broker_away=True)
+    watch.is_quiet(51, one)
     assert watch.look(one) == {"d0": "it did not join the cluster within 100 s"}
 
 
 def test_a_start_without_a_broker_begins_once_there_is_one(watch: Watch) -> None:
     one = instance("starting")
-    for _ in range(1000):
-        assert watch.look(one, broker_away=True) == {}
-    for _ in range(100):
-        assert watch.look(one) == {}
+    watch.is_quiet(1000, one, broker_away=True)
+    watch.is_quiet(100, one)
     assert watch.look(one)
 
 
 def test_who_has_joined_may_not_be_silent_without_a_broker_either(watch: Watch) -> None:
     one = instance()
     assert watch.look(one, heard={"d0"}) == {}
-    for _ in range(30):
-        assert watch.look(one, broker_away=True) == {}
+    watch.is_quiet(30, one, broker_away=True)
     assert watch.look(one, broker_away=True) == {"d0": "it has said nothing for 30 s"}
 
 
 @pytest.mark.parametrize("state", ["ready", "draining"])
 def test_silence_is_counted_from_the_last_sign_of_life(watch: Watch, state: State) -> None:
     one = instance(state)
-    for _ in range(29):
-        assert watch.look(one) == {}
+    watch.is_quiet(29, one)
     assert watch.look(one, heard={"d0"}) == {}
-    for _ in range(30):
-        assert watch.look(one) == {}
+    watch.is_quiet(30, one)
     assert watch.look(one) == {"d0": "it has said nothing for 30 s"}
 
 
@@ -131,17 +122,14 @@ def test_the_supervisors_own_absence_is_nobodys_silence(watch: Watch) -> None:
     one = instance()
     assert watch.look(one, heard={"d0"}) == {}
     assert watch.look(one, after_s=3600.0) == {}
-    for _ in range(30 - int(LOOK_S)):
-        assert watch.look(one) == {}
+    watch.is_quiet(30 - int(LOOK_S), one)
     assert watch.look(one)
 
 
 def test_a_new_process_begins_anew(watch: Watch) -> None:
     assert watch.look(instance(started_s=1.0), heard={"d0"}) == {}
-    for _ in range(29):
-        assert watch.look(instance(started_s=1.0)) == {}
-    for _ in range(29):
-        assert watch.look(instance(started_s=2.0)) == {}
+    watch.is_quiet(29, instance(started_s=1.0))
+    watch.is_quiet(29, instance(started_s=2.0))
     ended = instance(started_s=2.0)
     ended.child = None
     assert watch.look(ended, after_s=LOOK_S) == {}

@@ -19,7 +19,6 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from rich.console import Console
 
-from broker.cluster import embedded
 from broker.cluster.embedded import EmbeddedBroker
 from broker.cluster.redis_client import connect
 from broker.cluster.registry import Registry
@@ -248,8 +247,7 @@ async def test_a_broker_that_hangs_as_it_starts_is_ended_and_started_again(
     monkeypatch.setattr(module, "_BROKER_TRY_S", 3.0)
     told = BrokerLines()
     async with kept_broker(told) as (supervisor, broker, url):
-        program = slow_server(tmp_path, 60.0)
-        monkeypatch.setattr(embedded, "find_server", lambda: str(program))
+        slow_server(tmp_path, 60.0, monkeypatch)
         assert broker.pid is not None
         os.kill(broker.pid, signal.SIGKILL)
         await eventually(lambda: told.lines[-1:] == ["back"], 60.0)
@@ -262,8 +260,7 @@ async def test_a_broker_that_hangs_as_it_starts_is_ended_and_started_again(
 async def test_a_broker_that_needs_long_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = BrokerLines()
     async with kept_broker(told) as (_, broker, url):
-        program = slow_server(tmp_path, module.STOP_GRACE_S + 1.0)
-        monkeypatch.setattr(embedded, "find_server", lambda: str(program))
+        slow_server(tmp_path, module.STOP_GRACE_S + 1.0, monkeypatch)
         assert broker.pid is not None
         os.kill(broker.pid, signal.SIGKILL)
         await eventually(lambda: answers(url), 60.0)
@@ -302,8 +299,7 @@ async def test_a_stop_amid_the_tries_to_start_the_broker_again_ends_them(
         monkeypatch.setattr(module, "Backoff", lambda **_: Backoff(first_s=100.0))
     told = BrokerLines()
     async with kept_broker(told) as (supervisor, broker, _):
-        program = slow_server(tmp_path, 100.0)
-        monkeypatch.setattr(embedded, "find_server", lambda: str(program))
+        slow_server(tmp_path, 100.0, monkeypatch)
         assert broker.pid is not None
         os.kill(broker.pid, signal.SIGKILL)
         await eventually(lambda: told.lines == ["died"], 20.0)

@@ -25,7 +25,6 @@ async def test_a_prompt_goes_to_the_encoder_and_the_decoder_begins_by_default(se
         assert [(slot.kind, slot.prompt_index) for slot in generate.inputs] == [("text", None)]
         assert answer["choices"][0]["text"] == "a red sign"
         assert answer["usage"]["prompt_tokens"] == len(decode_tokens(encode.media)) + 2 + 10
-        await rig.assert_clean()
 
 
 @pytest.mark.parametrize("name", ["prompt", "encoder_prompt"])
@@ -79,4 +78,3 @@ async def test_bad_prompts_are_named(serve, translation_model):
             await rig.chat("hello")
         with pytest.raises(openai.BadRequestError, match="does not take audio"):
             await rig.client.audio.transcriptions.create(model=rig.model, file=("x.wav", b"RIFF0000WAVE"))
-        await rig.assert_clean()

@@ -19,109 +19,101 @@ async def _chat(rig, **fields):
     return (await rig.chat(logprobs=True, **fields)).choices[0].logprobs.content
 
 
-async def test_chat_tells_each_token_with_its_bytes_and_the_likeliest(serve):
-    async with serve() as rig:
-        rig.cluster.decoders[0].answer = lambda message: TEXT
-        sent = [*rig.cluster.text.encode(TEXT, add_special_tokens=False), rig.cluster.info.eos_token_ids[0]]
-        content = await _chat(rig, top_logprobs=2)
-        assert len(content) == len(sent)
-        assert b"".join(bytes(entry.bytes) for entry in content[:-1]).decode() == TEXT
-        assert [entry.logprob for entry in content] == pytest.approx([-(i + 1) / 10 for i in range(len(sent))])
-        assert [len(entry.top_logprobs) for entry in content] == [2] * len(sent)
-        assert content[0].token == "a"
-        assert content[0].top_logprobs[0].token == "a"
-        assert content[0].top_logprobs[0].logprob > content[0].top_logprobs[1].logprob
-        assert rig.cluster.decoders[0].of(Generate)[-1].sampling.logprobs == 2
-        assert [entry.top_logprobs for entry in await _chat(rig)] == [[]] * len(sent)
+async def test_chat_tells_each_token_with_its_bytes_and_the_likeliest(rig):
+    rig.cluster.decoders[0].answer = lambda message: TEXT
+    sent = [*rig.cluster.text.encode(TEXT, add_special_tokens=False), rig.cluster.info.eos_token_ids[0]]
+    content = await _chat(rig, top_logprobs=2)
+    assert len(content) == len(sent)
+    assert b"".join(bytes(entry.bytes) for entry in content[:-1]).decode() == TEXT
+    assert [entry.logprob for entry in content] == pytest.approx([-(i + 1) / 10 for i in range(len(sent))])
+    assert [len(entry.top_logprobs) for entry in content] == [2] * len(sent)
+    assert content[0].token == "a"
+    assert content[0].top_logprobs[0].token == "a"
+    assert content[0].top_logprobs[0].logprob > content[0].top_logprobs[1].logprob
+    assert rig.cluster.decoders[0].of(Generate)[-1].sampling.logprobs == 2
+    assert [entry.top_logprobs for entry in await _chat(rig)] == [[]] * len(sent)
 
 
-async def test_a_streamed_chat_tells_the_same_in_pieces(serve):
-    async with serve() as rig:
-        rig.cluster.decoders[0].answer = lambda message: TEXT
-        whole = await _chat(rig, top_logprobs=1)
-        pieces = []
-        async for chunk in await rig.chat(logprobs=True, top_logprobs=1, stream=True):
-            for choice in chunk.choices:
-                pieces += choice.logprobs.content if choice.logprobs else []
-        assert pieces == whole
+async def test_a_streamed_chat_tells_the_same_in_pieces(rig):
+    rig.cluster.decoders[0].answer = lambda message: TEXT
+    whole = await _chat(rig, top_logprobs=1)
+    pieces = []
+    async for chunk in await rig.chat(logprobs=True, top_logprobs=1, stream=True):
+        for choice in chunk.choices:
+            pieces += choice.logprobs.content if choice.logprobs else []
+    assert pieces == whole
 
 
-async def test_completions_have_parallel_lists_and_offsets_into_the_text(serve):
-    async with serve() as rig:
-        rig.cluster.decoders[0].answer = lambda message: TEXT
-        create = rig.client.completions.create
-        choice = (await create(model=rig.model, prompt="x", logprobs=2, max_tokens=5)).choices[0]
-        told = choice.logprobs
-        assert len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) == len(told.text_offset) == 5
-        for token, offset, end in zip(told.tokens, told.text_offset, [*told.text_offset[1:], None], strict=True):
-            if "\ufffd" not in token:
-                assert choice.text[offset:end] == token
-        assert all(told.tokens[i] in told.top_logprobs[i] for i in range(5))
+async def test_completions_have_parallel_lists_and_offsets_into_the_text(rig):
+    rig.cluster.decoders[0].answer = lambda message: TEXT
+    create = rig.client.completions.create
+    choice = (await create(model=rig.model, prompt="x", logprobs=2, max_tokens=5)).choices[0]
+    told = choice.logprobs
+    assert len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) == len(told.text_offset) == 5
+    for token, offset, end in zip(told.tokens, told.text_offset, [*told.text_offset[1:], None], strict=True):
+        if "\ufffd" not in token:
+            assert choice.text[offset:end] == token
+    assert all(told.tokens[i] in told.top_logprobs[i] for i in range(5))
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_echo_puts_the_prompt_before_the_answer_with_its_log_probabilities(serve, stream):
-    async with serve() as rig:
-        prompt = rig.cluster.text.encode("the prompt")
-        body = {"prompt": "the prompt", "echo": True, "logprobs": 1, "stream": stream, "n": 2}
-        response = await rig.http.post("/v1/completions", json=body)
-        chunks = events(response) if stream else [response.json()]
-        generated = len(rig.cluster.text.encode("a red sign", add_special_tokens=False)) + 1
-        for index in (0, 1):
-            mine = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
-            assert "".join(choice["text"] for choice in mine) == "the prompta red sign"
-            values = {
-                name: [value for choice in mine for value in choice["logprobs"][name]]
-                for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs")
-            }
-            assert len(values["tokens"]) == len(prompt) + generated
-            assert values["token_logprobs"][0] is None
-            assert values["token_logprobs"][1] == pytest.approx(-0.1)
-            assert values["token_logprobs"][len(prompt)] == pytest.approx(-0.1)
-            assert values["text_offset"][len(prompt)] == len("the prompt")
-            assert "".join(values["tokens"][: len(prompt)]) == "the prompt"
-        assert rig.cluster.decoders[0].of(Generate)[-1].sampling.prompt_logprobs == 1
+async def test_echo_puts_the_prompt_before_the_answer_with_its_log_probabilities(rig, stream):
+    prompt = rig.cluster.text.encode("the prompt")
+    body = {"prompt": "the prompt", "echo": True, "logprobs": 1, "stream": stream, "n": 2}
+    response = await rig.http.post("/v1/completions", json=body)
+    chunks = events(response) if stream else [response.json()]
+    generated = len(rig.cluster.text.encode("a red sign", add_special_tokens=False)) + 1
+    for index in (0, 1):
+        mine = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+        assert "".join(choice["text"] for choice in mine) == "the prompta red sign"
+        values = {
+            name: [value for choice in mine for value in choice["logprobs"][name]]
+            for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs")
+        }
+        assert len(values["tokens"]) == len(prompt) + generated
+        assert values["token_logprobs"][0] is None
+        assert values["token_logprobs"][1] == pytest.approx(-0.1)
+        assert values["token_logprobs"][len(prompt)] == pytest.approx(-0.1)
+        assert values["text_offset"][len(prompt)] == len("the prompt")
+        assert "".join(values["tokens"][: len(prompt)]) == "the prompt"
+    assert rig.cluster.decoders[0].of(Generate)[-1].sampling.prompt_logprobs == 1
 
 
-async def test_a_prompt_can_be_scored_without_an_answer(serve):
-    async with serve() as rig:
-        body = {"prompt": [5, 6, 7], "echo": True, "logprobs": 1, "max_tokens": 0}
-        answer = (await rig.http.post("/v1/completions", json=body)).json()
-        (choice,) = answer["choices"]
-        assert choice["text"] == rig.cluster.text.decode([5, 6, 7])
-        assert choice["logprobs"]["token_logprobs"] == [None, pytest.approx(-0.1), pytest.approx(-0.2)]
-        assert choice["finish_reason"] == "length"
-        assert answer["usage"]["completion_tokens"] == 0
-        assert rig.cluster.decoders[0].of(Generate)[-1].sampling.max_tokens == 1
+async def test_a_prompt_can_be_scored_without_an_answer(rig):
+    body = {"prompt": [5, 6, 7], "echo": True, "logprobs": 1, "max_tokens": 0}
+    answer = (await rig.http.post("/v1/completions", json=body)).json()
+    (choice,) = answer["choices"]
+    assert choice["text"] == rig.cluster.text.decode([5, 6, 7])
+    assert choice["logprobs"]["token_logprobs"] == [None, pytest.approx(-0.1), pytest.approx(-0.2)]
+    assert choice["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 0
+    assert rig.cluster.decoders[0].of(Generate)[-1].sampling.max_tokens == 1
 
 
-async def test_prompt_log_probabilities_come_by_token_id(serve):
-    async with serve() as rig:
-        body = {"prompt": [5, 6], "prompt_logprobs": 2}
-        (choice,) = (await rig.http.post("/v1/completions", json=body)).json()["choices"]
-        first, second = choice["prompt_logprobs"]
-        assert first is None
-        assert second["6"] == {"logprob": pytest.approx(-0.1), "rank": 1, "decoded_token": rig.cluster.text.decode([6])}
-        assert second["7"]["rank"] == 2
-        chat = await rig.chat(extra_body={"prompt_logprobs": 0})
-        assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens
+async def test_prompt_log_probabilities_come_by_token_id(rig):
+    body = {"prompt": [5, 6], "prompt_logprobs": 2}
+    (choice,) = (await rig.http.post("/v1/completions", json=body)).json()["choices"]
+    first, second = choice["prompt_logprobs"]
+    assert first is None
+    assert second["6"] == {"logprob": pytest.approx(-0.1), "rank": 1, "decoded_token": rig.cluster.text.decode([6])}
+    assert second["7"]["rank"] == 2
+    chat = await rig.chat(extra_body={"prompt_logprobs": 0})
+    assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens
 
 
-async def test_tokens_can_be_named_by_their_ids(serve):
-    async with serve() as rig:
-        body = {"prompt": "x", "logprobs": 0, "max_tokens": 1, "return_tokens_as_token_ids": True}
-        (choice,) = (await rig.http.post("/v1/completions", json=body)).json()["choices"]
-        token = rig.cluster.text.encode("a red sign", add_special_tokens=False)[0]
-        assert choice["logprobs"]["tokens"] == [f"token_id:{token}"]
+async def test_tokens_can_be_named_by_their_ids(rig):
+    body = {"prompt": "x", "logprobs": 0, "max_tokens": 1, "return_tokens_as_token_ids": True}
+    (choice,) = (await rig.http.post("/v1/completions", json=body)).json()["choices"]
+    token = rig.cluster.text.encode("a red sign", add_special_tokens=False)[0]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token}"]
 
 
-async def test_nobody_gets_log_probabilities_who_did_not_ask(serve):
-    async with serve() as rig:
-        assert (await rig.chat()).choices[0].logprobs is None
-        answer = await rig.client.completions.create(model=rig.model, prompt="x")
-        assert answer.choices[0].logprobs is None
-        assert "prompt_logprobs" not in answer.model_dump_json()
-        assert rig.cluster.decoders[0].of(Generate)[-1].sampling.logprobs is None
+async def test_nobody_gets_log_probabilities_who_did_not_ask(rig):
+    assert (await rig.chat()).choices[0].logprobs is None
+    answer = await rig.client.completions.create(model=rig.model, prompt="x")
+    assert answer.choices[0].logprobs is None
+    assert "prompt_logprobs" not in answer.model_dump_json()
+    assert rig.cluster.decoders[0].of(Generate)[-1].sampling.logprobs is None
 
 
 def test_impossible_tokens_have_a_number_that_json_knows(text_model):

@@ -37,28 +37,25 @@ async def _sampling(rig, **fields) -> SamplingParams:
     return rig.cluster.decoders[0].of(Generate)[-1].sampling
 
 
-async def test_every_setting_arrives(serve):
-    async with serve() as rig:
-        sampling = await _sampling(rig, **SETTINGS, logit_bias={"5": -100, "6": 1.5})
-        for name, value in SETTINGS.items():
-            assert getattr(sampling, name) == (tuple(value) if isinstance(value, list) else value), name
-        assert sampling.logit_bias == {5: -100.0, 6: 1.5}
+async def test_every_setting_arrives(rig):
+    sampling = await _sampling(rig, **SETTINGS, logit_bias={"5": -100, "6": 1.5})
+    for name, value in SETTINGS.items():
+        assert getattr(sampling, name) == (tuple(value) if isinstance(value, list) else value), name
+    assert sampling.logit_bias == {5: -100.0, 6: 1.5}
 
 
-async def test_what_is_not_given_or_null_is_off(serve):
-    async with serve() as rig:
-        plain = await _sampling(rig)
-        assert await _sampling(rig, **dict.fromkeys(SETTINGS), n=None, logprobs=None, guided_json=None) == plain
-        assert plain == SamplingParams(temperature=1.0, max_tokens=plain.max_tokens)
-        assert (await _sampling(rig, top_k=-1)).top_k == 0
+async def test_what_is_not_given_or_null_is_off(rig):
+    plain = await _sampling(rig)
+    assert await _sampling(rig, **dict.fromkeys(SETTINGS), n=None, logprobs=None, guided_json=None) == plain
+    assert plain == SamplingParams(temperature=1.0, max_tokens=plain.max_tokens)
+    assert (await _sampling(rig, top_k=-1)).top_k == 0
 
 
-async def test_the_priority_arrives(serve):
-    async with serve() as rig:
-        await rig.chat(extra_body={"priority": -3})
-        await rig.client.completions.create(model=rig.model, prompt="x", extra_body={"priority": 5})
-        await rig.chat()
-        assert [message.priority for message in rig.cluster.decoders[0].of(Generate)] == [-3, 5, 0]
+async def test_the_priority_arrives(rig):
+    await rig.chat(extra_body={"priority": -3})
+    await rig.client.completions.create(model=rig.model, prompt="x", extra_body={"priority": 5})
+    await rig.chat()
+    assert [message.priority for message in rig.cluster.decoders[0].of(Generate)] == [-3, 5, 0]
 
 
 LONG = "x" * (MAX_GRAMMAR_CHARS + 1)
@@ -86,40 +83,36 @@ TOO_MUCH = (
 )
 
 
-async def test_too_much_is_refused_with_the_field_and_the_limit(serve):
-    async with serve() as rig:
-        for fields, param, limit in TOO_MUCH:
-            response = await rig.http.post("/v1/completions", json={"prompt": "x", **fields})
-            error = response.json()["error"]
-            assert (response.status_code, error["code"], error["param"]) == (400, "invalid_request", param), error
-            assert limit in error["message"]
-            assert len(error["message"]) < 300
-        assert rig.cluster.decoders[0].of(Generate) == []
-
-
-async def test_more_allowed_tokens_than_there_are_tokens_are_refused(serve):
-    async with serve() as rig:
-        size = rig.cluster.info.vocab_size
-        assert len((await _sampling(rig, allowed_token_ids=list(range(size)))).allowed_token_ids) == size
-        response = await rig.http.post("/v1/completions", json={"prompt": "x", "allowed_token_ids": [1] * (size + 1)})
+async def test_too_much_is_refused_with_the_field_and_the_limit(rig):
+    for fields, param, limit in TOO_MUCH:
+        response = await rig.http.post("/v1/completions", json={"prompt": "x", **fields})
         error = response.json()["error"]
-        assert (response.status_code, error["param"]) == (400, "allowed_token_ids")
-        assert f"has {size + 1} token ids, the vocabulary has only {size}" in error["message"]
+        assert (response.status_code, error["code"], error["param"]) == (400, "invalid_request", param), error
+        assert limit in error["message"]
+        assert len(error["message"]) < 300
+    assert rig.cluster.decoders[0].of(Generate) == []
 
 
-async def test_as_many_and_as_long_stop_strings_as_allowed_arrive(serve):
-    async with serve() as rig:
-        for given in ("x" * 1024, ["x" * 1024] * 16):
-            assert (await _sampling(rig, stop=given)).stop == ((given,) if isinstance(given, str) else tuple(given))
-        assert (await _sampling(rig, stop=[])).stop == ()
+async def test_more_allowed_tokens_than_there_are_tokens_are_refused(rig):
+    size = rig.cluster.info.vocab_size
+    assert len((await _sampling(rig, allowed_token_ids=list(range(size)))).allowed_token_ids) == size
+    response = await rig.http.post("/v1/completions", json={"prompt": "x", "allowed_token_ids": [1] * (size + 1)})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "allowed_token_ids")
+    assert f"has {size + 1} token ids, the vocabulary has only {size}" in error["message"]
 
 
-async def test_bad_words_become_the_tokens_that_write_them(serve):
-    async with serve() as rig:
-        sampling = await _sampling(rig, bad_words=["red", " sign"])
-        spellings = ("red", " red", "sign", " sign")
-        expected = {tuple(rig.cluster.text.encode(word, add_special_tokens=False)) for word in spellings}
-        assert set(sampling.bad_words_ids) == expected
+async def test_as_many_and_as_long_stop_strings_as_allowed_arrive(rig):
+    for given in ("x" * 1024, ["x" * 1024] * 16):
+        assert (await _sampling(rig, stop=given)).stop == ((given,) if isinstance(given, str) else tuple(given))
+    assert (await _sampling(rig, stop=[])).stop == ()
+
+
+async def test_bad_words_become_the_tokens_that_write_them(rig):
+    sampling = await _sampling(rig, bad_words=["red", " sign"])
+    spellings = ("red", " red", "sign", " sign")
+    expected = {tuple(rig.cluster.text.encode(word, add_special_tokens=False)) for word in spellings}
+    assert set(sampling.bad_words_ids) == expected
 
 
 CONSTRAINTS = (
@@ -142,49 +135,45 @@ CONSTRAINTS = (
 )
 
 
-async def test_constraints_of_every_kind_arrive_as_grammars(serve):
-    async with serve() as rig:
-        for fields, grammar in CONSTRAINTS:
-            assert (await _sampling(rig, **fields)).grammar == grammar, fields
+async def test_constraints_of_every_kind_arrive_as_grammars(rig):
+    for fields, grammar in CONSTRAINTS:
+        assert (await _sampling(rig, **fields)).grammar == grammar, fields
 
 
-async def test_an_error_of_the_worker_names_the_field_of_the_request(serve):
-    async with serve() as rig:
-        decoder = rig.cluster.decoders[0]
-        for setting, fields, param in (
-            ("grammar", {"guided_regex": "("}, "guided_regex"),
-            ("grammar", {"response_format": {"type": "json_object"}}, "response_format"),
-            ("bad_words_ids", {"bad_words": ["x"]}, "bad_words"),
-            ("beam_width", {"use_beam_search": True, "n": 3}, "n"),
-            ("beam_width", {"use_beam_search": True, "best_of": 3}, "best_of"),
-            ("logit_bias", {"logit_bias": {"99999999": 1}}, "logit_bias"),
-        ):
-            decoder.failure = ErrorInfo("invalid_request", "no good", setting)
-            with pytest.raises(openai.BadRequestError) as caught:
-                await rig.chat(extra_body=fields)
-            assert caught.value.param == param
+async def test_an_error_of_the_worker_names_the_field_of_the_request(rig):
+    decoder = rig.cluster.decoders[0]
+    for setting, fields, param in (
+        ("grammar", {"guided_regex": "("}, "guided_regex"),
+        ("grammar", {"response_format": {"type": "json_object"}}, "response_format"),
+        ("bad_words_ids", {"bad_words": ["x"]}, "bad_words"),
+        ("beam_width", {"use_beam_search": True, "n": 3}, "n"),
+        ("beam_width", {"use_beam_search": True, "best_of": 3}, "best_of"),
+        ("logit_bias", {"logit_bias": {"99999999": 1}}, "logit_bias"),
+    ):
+        decoder.failure = ErrorInfo("invalid_request", "no good", setting)
+        with pytest.raises(openai.BadRequestError) as caught:
+            await rig.chat(extra_body=fields)
+        assert caught.value.param == param
 
 
-async def test_special_tokens_are_shown_on_request(serve):
-    async with serve() as rig:
-        text = rig.cluster.text
-        ends = text.tokenizer.id_to_token(rig.cluster.info.eos_token_ids[0])
-        decoder = rig.cluster.decoders[0]
-        decoder.answer = lambda message: [*text.encode("a", add_special_tokens=False), *rig.cluster.info.eos_token_ids]
-        create = rig.client.completions.create
-        plain = await create(model=rig.model, prompt="x")
-        assert plain.choices[0].text == "a"
-        shown = await create(model=rig.model, prompt="x", extra_body={"skip_special_tokens": False})
-        assert shown.choices[0].text == f"a{ends}"
+async def test_special_tokens_are_shown_on_request(rig):
+    text = rig.cluster.text
+    ends = text.tokenizer.id_to_token(rig.cluster.info.eos_token_ids[0])
+    decoder = rig.cluster.decoders[0]
+    decoder.answer = lambda message: [*text.encode("a", add_special_tokens=False), *rig.cluster.info.eos_token_ids]
+    create = rig.client.completions.create
+    plain = await create(model=rig.model, prompt="x")
+    assert plain.choices[0].text == "a"
+    shown = await create(model=rig.model, prompt="x", extra_body={"skip_special_tokens": False})
+    assert shown.choices[0].text == f"a{ends}"
 
 
-async def test_special_tokens_of_prompts_can_be_left_out(serve, monkeypatch):
-    async with serve() as rig:
-        text, asked = rig.service.text, []
-        own = text.encode
-        monkeypatch.setattr(
-            text, "encode", lambda prompt, **options: asked.append((prompt, options)) or own(prompt, **options)
-        )
-        await _sampling(rig)
-        await _sampling(rig, add_special_tokens=False)
-        assert asked == [("x", {"add_special_tokens": True}), ("x", {"add_special_tokens": False})]
+async def test_special_tokens_of_prompts_can_be_left_out(monkeypatch, rig):
+    text, asked = rig.service.text, []
+    own = text.encode
+    monkeypatch.setattr(
+        text, "encode", lambda prompt, **options: asked.append((prompt, options)) or own(prompt, **options)
+    )
+    await _sampling(rig)
+    await _sampling(rig, add_special_tokens=False)
+    assert asked == [("x", {"add_special_tokens": True}), ("x", {"add_special_tokens": False})]

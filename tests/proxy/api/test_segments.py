@@ -84,100 +84,92 @@ async def _create(rig, **fields):
     return await rig.client.audio.transcriptions.create(model=rig.model, file=("x.wav", speech(2.5)), **fields)
 
 
-async def test_verbose_json_has_segments_by_timestamps(serve, whisper_model, timed):
-    async with serve(whisper_model.folder) as rig:
-        rig.cluster.decoders[0].answer = timed(rig)
-        fields = {"response_format": "verbose_json", "timestamp_granularities": ["segment"]}
-        answer = await _create(rig, language="German", **fields)
-        assert (answer.text, answer.language) == ("well said", "german")
-        assert [(one.start, one.end, one.text) for one in answer.segments] == [(0, 1.2, " well"), (1.5, 2.5, " said")]
-        (generate,) = rig.cluster.decoders[0].of(Generate)
-        generation = whisper_model.generation
-        no_timestamps = generation["no_timestamps_token_id"]
-        assert generate.sampling.timestamps == TimestampRules(no_timestamps + 1, no_timestamps)
-        task = generation["task_to_id"]["transcribe"]
-        german = generation["lang_to_id"]["<|de|>"]
-        assert generate.prompt_token_ids == [generation["decoder_start_token_id"], german, task]
+async def test_verbose_json_has_segments_by_timestamps(speech_rig, whisper_model, timed):
+    speech_rig.cluster.decoders[0].answer = timed(speech_rig)
+    fields = {"response_format": "verbose_json", "timestamp_granularities": ["segment"]}
+    answer = await _create(speech_rig, language="German", **fields)
+    assert (answer.text, answer.language) == ("well said", "german")
+    assert [(one.start, one.end, one.text) for one in answer.segments] == [(0, 1.2, " well"), (1.5, 2.5, " said")]
+    (generate,) = speech_rig.cluster.decoders[0].of(Generate)
+    generation = whisper_model.generation
+    no_timestamps = generation["no_timestamps_token_id"]
+    assert generate.sampling.timestamps == TimestampRules(no_timestamps + 1, no_timestamps)
+    task = generation["task_to_id"]["transcribe"]
+    german = generation["lang_to_id"]["<|de|>"]
+    assert generate.prompt_token_ids == [generation["decoder_start_token_id"], german, task]
 
 
-async def test_a_detected_language_and_timestamps_go_together(serve, whisper_model, timed):
-    async with serve(whisper_model.folder) as rig:
-        rig.cluster.decoders[0].answer = timed(rig)
-        answer = await _create(rig, response_format="verbose_json")
-        assert (answer.text, answer.language) == ("well said", "german")
-        assert [one.start for one in answer.segments] == [0, 1.5]
-        (generate,) = rig.cluster.decoders[0].of(Generate)
-        assert len(generate.sampling.prefix_allowed) == 2
+async def test_a_detected_language_and_timestamps_go_together(speech_rig, timed):
+    speech_rig.cluster.decoders[0].answer = timed(speech_rig)
+    answer = await _create(speech_rig, response_format="verbose_json")
+    assert (answer.text, answer.language) == ("well said", "german")
+    assert [one.start for one in answer.segments] == [0, 1.5]
+    (generate,) = speech_rig.cluster.decoders[0].of(Generate)
+    assert len(generate.sampling.prefix_allowed) == 2
 
 
 @pytest.mark.parametrize("form", ["srt", "vtt"])
-async def test_subtitles_are_plain_text(serve, whisper_model, timed, form):
-    async with serve(whisper_model.folder) as rig:
-        rig.cluster.decoders[0].answer = timed(rig)
-        answer = await _create(rig, response_format=form, language="de")
-        point = "," if form == "srt" else "."
-        assert f"00:01{point}500 --> " in answer
-        assert answer.rstrip().endswith("said")
+async def test_subtitles_are_plain_text(speech_rig, timed, form):
+    speech_rig.cluster.decoders[0].answer = timed(speech_rig)
+    answer = await _create(speech_rig, response_format=form, language="de")
+    point = "," if form == "srt" else "."
+    assert f"00:01{point}500 --> " in answer
+    assert answer.rstrip().endswith("said")
 
 
 @pytest.mark.parametrize("language", ["de", None])
-async def test_segments_tell_how_sure_the_model_is(serve, whisper_model, timed, monkeypatch, language):
+async def test_segments_tell_how_sure_the_model_is(monkeypatch, speech_rig, whisper_model, timed, language):
     """That nobody speaks is the probability of <|nospeech|> behind <|startoftranscript|>."""
-    async with serve(whisper_model.folder) as rig:
-        decoder = rig.cluster.decoders[0]
-        decoder.answer, own = timed(rig), decoder.messages
-        silence = TokenLogprob(5, -3.0, 2, [(whisper_model.generation["no_timestamps_token_id"] - 1, math.log(0.25))])
+    decoder = speech_rig.cluster.decoders[0]
+    decoder.answer, own = timed(speech_rig), decoder.messages
+    silence = TokenLogprob(5, -3.0, 2, [(whisper_model.generation["no_timestamps_token_id"] - 1, math.log(0.25))])
 
-        def replies(message):
-            sent = own(message)
-            if message.sampling.prompt_logprobs:
-                start = message.prompt_token_ids.index(whisper_model.generation["decoder_start_token_id"])
-                known = [None] * (start + 1) + [silence] + [None] * (len(message.prompt_token_ids) - start - 2)
-                sent[0] = msgspec.structs.replace(sent[0], prompt_logprobs=known)
-            else:
-                sent[0] = msgspec.structs.replace(sent[0], logprobs=[silence])
-            return sent
+    def replies(message):
+        sent = own(message)
+        if message.sampling.prompt_logprobs:
+            start = message.prompt_token_ids.index(whisper_model.generation["decoder_start_token_id"])
+            known = [None] * (start + 1) + [silence] + [None] * (len(message.prompt_token_ids) - start - 2)
+            sent[0] = msgspec.structs.replace(sent[0], prompt_logprobs=known)
+        else:
+            sent[0] = msgspec.structs.replace(sent[0], logprobs=[silence])
+        return sent
 
-        monkeypatch.setattr(decoder, "messages", replies)
-        answer = await _create(rig, response_format="verbose_json", **({"language": language} if language else {}))
-        (generate,) = decoder.of(Generate)
-        prefix = len(generate.sampling.prefix_allowed)
-        places = range(prefix, prefix + len(rig.cluster.text.encode(" well said", add_special_tokens=False)) + 5)
-        mean = sum(-(place + 1) / 10 for place in places) / len(places)
-        for one in answer.segments:
-            assert one.no_speech_prob == pytest.approx(0.25)
-            assert one.avg_logprob == pytest.approx(mean)
-            assert one.compression_ratio > 0
-
-
-async def test_log_probabilities_of_a_plain_transcript(serve, whisper_model):
-    async with serve(whisper_model.folder) as rig:
-        rig.cluster.decoders[0].answer = lambda message: " well said"
-        answer = await _create(rig, language="en", include=["logprobs"])
-        assert "".join(entry.token for entry in answer.logprobs).startswith(" well said")
-        assert answer.logprobs[0].logprob == pytest.approx(-0.1)
+    monkeypatch.setattr(decoder, "messages", replies)
+    answer = await _create(speech_rig, response_format="verbose_json", **({"language": language} if language else {}))
+    (generate,) = decoder.of(Generate)
+    prefix = len(generate.sampling.prefix_allowed)
+    places = range(prefix, prefix + len(speech_rig.cluster.text.encode(" well said", add_special_tokens=False)) + 5)
+    mean = sum(-(place + 1) / 10 for place in places) / len(places)
+    for one in answer.segments:
+        assert one.no_speech_prob == pytest.approx(0.25)
+        assert one.avg_logprob == pytest.approx(mean)
+        assert one.compression_ratio > 0
 
 
-async def test_a_translation_is_a_task_of_its_own(serve, whisper_model):
-    async with serve(whisper_model.folder) as rig:
-        create = rig.client.audio.translations.create
-        answer = await create(model=rig.model, file=("x.wav", speech(1)))
-        assert answer.text
-        (generate,) = rig.cluster.decoders[0].of(Generate)
-        assert generate.request_id.startswith("trsl-")
-        assert (whisper_model.generation["task_to_id"]["translate"],) in generate.sampling.prefix_allowed
+async def test_log_probabilities_of_a_plain_transcript(speech_rig):
+    speech_rig.cluster.decoders[0].answer = lambda message: " well said"
+    answer = await _create(speech_rig, language="en", include=["logprobs"])
+    assert "".join(entry.token for entry in answer.logprobs).startswith(" well said")
+    assert answer.logprobs[0].logprob == pytest.approx(-0.1)
 
 
-async def test_beams_of_a_transcript(serve, whisper_model):
-    async with serve(whisper_model.folder) as rig:
-        fields = {"use_beam_search": "true", "best_of": "4", "length_penalty": "0.8"}
-        await _create(rig, language="en", extra_body=fields)
-        sampling = rig.cluster.decoders[0].of(Generate)[-1].sampling
-        assert (sampling.n, sampling.beam_width, sampling.length_penalty) == (1, 4, 0.8)
+async def test_a_translation_is_a_task_of_its_own(speech_rig, whisper_model):
+    create = speech_rig.client.audio.translations.create
+    answer = await create(model=speech_rig.model, file=("x.wav", speech(1)))
+    assert answer.text
+    (generate,) = speech_rig.cluster.decoders[0].of(Generate)
+    assert generate.request_id.startswith("trsl-")
+    assert (whisper_model.generation["task_to_id"]["translate"],) in generate.sampling.prefix_allowed
 
 
-async def test_the_tokens_of_a_transcript_are_told_on_request(serve, whisper_model):
-    async with serve(whisper_model.folder) as rig:
-        rig.cluster.decoders[0].answer = lambda message: " well said"
-        answer = await _create(rig, language="en", extra_body={"return_token_ids": "true"})
-        assert answer.token_ids == rig.cluster.text.encode(" well said", add_special_tokens=False)
+async def test_beams_of_a_transcript(speech_rig):
+    fields = {"use_beam_search": "true", "best_of": "4", "length_penalty": "0.8"}
+    await _create(speech_rig, language="en", extra_body=fields)
+    sampling = speech_rig.cluster.decoders[0].of(Generate)[-1].sampling
+    assert (sampling.n, sampling.beam_width, sampling.length_penalty) == (1, 4, 0.8)
+
+
+async def test_the_tokens_of_a_transcript_are_told_on_request(speech_rig):
+    speech_rig.cluster.decoders[0].answer = lambda message: " well said"
+    answer = await _create(speech_rig, language="en", extra_body={"return_token_ids": "true"})
+    assert answer.token_ids == speech_rig.cluster.text.encode(" well said", add_special_tokens=False)

@@ -22,43 +22,40 @@ def _upload(data: bytes) -> tuple[str, bytes]:
     return "speech.wav", data
 
 
-async def test_a_short_clip_goes_as_it_is_and_every_format_of_answer_works(serve, whisper_model):
-    async with serve(whisper_model.folder) as rig:
-        rig.cluster.decoders[0].answer = lambda message: " well said "
-        clip = speech(2.5)
-        create = rig.client.audio.transcriptions.create
-        answer = await create(model=rig.model, file=_upload(clip), language="en")
-        assert answer.text == "well said"
-        assert rig.cluster.encoders[0].of(Encode)[0].media == clip
-        assert rig.cluster.decoders[0].of(Generate)[0].inputs[0].prompt_index is None
-        plain = await create(model=rig.model, file=_upload(clip), language="en", response_format="text")
-        assert plain.strip() == "well said"
-        verbose = await create(model=rig.model, file=_upload(clip), language="en", response_format="verbose_json")
-        assert (verbose.language, verbose.duration, verbose.text) == ("english", 2.5, "well said")
-        assert [(s.start, s.end, s.text.strip()) for s in verbose.segments] == [(0, 2.5, "well said")]
-        await rig.assert_clean()
+async def test_a_short_clip_goes_as_it_is_and_every_format_of_answer_works(speech_rig):
+    speech_rig.cluster.decoders[0].answer = lambda message: " well said "
+    clip = speech(2.5)
+    create = speech_rig.client.audio.transcriptions.create
+    answer = await create(model=speech_rig.model, file=_upload(clip), language="en")
+    assert answer.text == "well said"
+    assert speech_rig.cluster.encoders[0].of(Encode)[0].media == clip
+    assert speech_rig.cluster.decoders[0].of(Generate)[0].inputs[0].prompt_index is None
+    plain = await create(model=speech_rig.model, file=_upload(clip), language="en", response_format="text")
+    assert plain.strip() == "well said"
+    verbose = await create(model=speech_rig.model, file=_upload(clip), language="en", response_format="verbose_json")
+    assert (verbose.language, verbose.duration, verbose.text) == ("english", 2.5, "well said")
+    assert [(s.start, s.end, s.text.strip()) for s in verbose.segments] == [(0, 2.5, "well said")]
 
 
-async def test_prompts_are_those_of_transformers(serve, whisper_model):
-    async with serve(whisper_model.folder) as rig:
-        text, generation = rig.cluster.text, whisper_model.generation
-        start = generation["decoder_start_token_id"]
-        task, plain = generation["task_to_id"]["transcribe"], generation["no_timestamps_token_id"]
-        german = generation["lang_to_id"]["<|de|>"]
-        create = rig.client.audio.transcriptions.create
-        await create(model=rig.model, file=_upload(speech(1)), language="de")
-        await create(model=rig.model, file=_upload(speech(1)), language="de", prompt=" Triptych ")
-        await create(model=rig.model, file=_upload(speech(1)))
-        told, hinted, detected = rig.cluster.decoders[0].of(Generate)
-        assert told.prompt_token_ids == [start, german, task, plain]
-        hint = [generation["prev_sot_token_id"], *text.encode(" Triptych", add_special_tokens=False)]
-        assert hinted.prompt_token_ids == hint + told.prompt_token_ids
-        assert detected.prompt_token_ids == [start]
-        languages = tuple(sorted(generation["lang_to_id"].values()))
-        assert detected.sampling.prefix_allowed == (languages, (task,), (plain,))
-        limit = whisper_model.max_model_len
-        assert (told.sampling.max_tokens, detected.sampling.max_tokens) == (limit - 4, limit - 1)
-        assert told.sampling.temperature == 0
+async def test_prompts_are_those_of_transformers(speech_rig, whisper_model):
+    text, generation = speech_rig.cluster.text, whisper_model.generation
+    start = generation["decoder_start_token_id"]
+    task, plain = generation["task_to_id"]["transcribe"], generation["no_timestamps_token_id"]
+    german = generation["lang_to_id"]["<|de|>"]
+    create = speech_rig.client.audio.transcriptions.create
+    await create(model=speech_rig.model, file=_upload(speech(1)), language="de")
+    await create(model=speech_rig.model, file=_upload(speech(1)), language="de", prompt=" Triptych ")
+    await create(model=speech_rig.model, file=_upload(speech(1)))
+    told, hinted, detected = speech_rig.cluster.decoders[0].of(Generate)
+    assert told.prompt_token_ids == [start, german, task, plain]
+    hint = [generation["prev_sot_token_id"], *text.encode(" Triptych", add_special_tokens=False)]
+    assert hinted.prompt_token_ids == hint + told.prompt_token_ids
+    assert detected.prompt_token_ids == [start]
+    languages = tuple(sorted(generation["lang_to_id"].values()))
+    assert detected.sampling.prefix_allowed == (languages, (task,), (plain,))
+    limit = whisper_model.max_model_len
+    assert (told.sampling.max_tokens, detected.sampling.max_tokens) == (limit - 4, limit - 1)
+    assert told.sampling.temperature == 0
 
 
 async def test_a_recording_may_be_read_by_all_that_draws_tokens_and_keeps_repetition_down(serve, whisper_model):
@@ -74,50 +71,47 @@ async def test_a_recording_may_be_read_by_all_that_draws_tokens_and_keeps_repeti
         assert {name: getattr(told.sampling, name) for name in asked} == asked
 
 
-async def test_a_detected_language_is_reported_and_its_tokens_are_not_text(serve, whisper_model):
-    async with serve(whisper_model.folder) as rig:
-        generation = whisper_model.generation
-        french = generation["lang_to_id"]["<|fr|>"]
-        rig.cluster.decoders[0].answer = lambda message: [
-            french,
-            *(allowed[0] for allowed in message.sampling.prefix_allowed[1:]),
-            *rig.cluster.text.encode(" oui", add_special_tokens=False),
-        ]
-        create = rig.client.audio.transcriptions.create
-        answer = await create(model=rig.model, file=_upload(speech(1)), response_format="verbose_json")
-        assert (answer.language, answer.text) == ("french", "oui")
-        chat = await rig.chat([audio_part(speech(1))], max_tokens=10)
-        assert chat.choices[0].message.content == "oui"
-        words = rig.cluster.text.encode(" oui", add_special_tokens=False)
-        assert chat.usage.completion_tokens == len(words) + 1  # and the end, but not the prefix
-        assert rig.cluster.decoders[0].of(Generate)[-1].sampling.max_tokens == 13
+async def test_a_detected_language_is_reported_and_its_tokens_are_not_text(speech_rig, whisper_model):
+    generation = whisper_model.generation
+    french = generation["lang_to_id"]["<|fr|>"]
+    speech_rig.cluster.decoders[0].answer = lambda message: [
+        french,
+        *(allowed[0] for allowed in message.sampling.prefix_allowed[1:]),
+        *speech_rig.cluster.text.encode(" oui", add_special_tokens=False),
+    ]
+    create = speech_rig.client.audio.transcriptions.create
+    answer = await create(model=speech_rig.model, file=_upload(speech(1)), response_format="verbose_json")
+    assert (answer.language, answer.text) == ("french", "oui")
+    chat = await speech_rig.chat([audio_part(speech(1))], max_tokens=10)
+    assert chat.choices[0].message.content == "oui"
+    words = speech_rig.cluster.text.encode(" oui", add_special_tokens=False)
+    assert chat.usage.completion_tokens == len(words) + 1  # and the end, but not the prefix
+    assert speech_rig.cluster.decoders[0].of(Generate)[-1].sampling.max_tokens == 13
 
 
-async def test_a_long_recording_is_cut_where_it_is_quiet_and_joined_in_order(serve, whisper_model):
-    async with serve(whisper_model.folder) as rig:
-        decoder = rig.cluster.decoders[0]
-        generation = whisper_model.generation
-        german = generation["lang_to_id"]["<|de|>"]
+async def test_a_long_recording_is_cut_where_it_is_quiet_and_joined_in_order(speech_rig, whisper_model):
+    decoder = speech_rig.cluster.decoders[0]
+    generation = whisper_model.generation
+    german = generation["lang_to_id"]["<|de|>"]
 
-        def answer(message: Generate) -> list[int]:
-            part = message.request_id.partition(".")[2]
-            words = rig.cluster.text.encode(f" part {part}", add_special_tokens=False)
-            forced = [german, *(allowed[0] for allowed in message.sampling.prefix_allowed[1:])]
-            return (forced if message.sampling.prefix_allowed else []) + words
+    def answer(message: Generate) -> list[int]:
+        part = message.request_id.partition(".")[2]
+        words = speech_rig.cluster.text.encode(f" part {part}", add_special_tokens=False)
+        forced = [german, *(allowed[0] for allowed in message.sampling.prefix_allowed[1:])]
+        return (forced if message.sampling.prefix_allowed else []) + words
 
-        decoder.answer = answer
-        create = rig.client.audio.transcriptions.create
-        verbose = await create(model=rig.model, file=_upload(speech(70)), response_format="verbose_json")
-        assert verbose.text == "part 0 part 1 part 2"
-        assert verbose.language == "german"
-        assert [s.start for s in verbose.segments] == pytest.approx([0, 26.05, 54.05], abs=0.06)
-        assert [s.end for s in verbose.segments] == pytest.approx([26.05, 54.05, 70], abs=0.06)
-        assert [bool(m.sampling.prefix_allowed) for m in decoder.of(Generate)] == [True, False, False]
-        assert all(german in m.prompt_token_ids for m in decoder.of(Generate)[1:])
-        stream = await create(model=rig.model, file=_upload(speech(70)), stream=True, language="en")
-        events = [event async for event in stream]
-        assert "".join(event.delta for event in events[:-1]) == "part 0 part 1 part 2" == events[-1].text
-        await rig.assert_clean()
+    decoder.answer = answer
+    create = speech_rig.client.audio.transcriptions.create
+    verbose = await create(model=speech_rig.model, file=_upload(speech(70)), response_format="verbose_json")
+    assert verbose.text == "part 0 part 1 part 2"
+    assert verbose.language == "german"
+    assert [s.start for s in verbose.segments] == pytest.approx([0, 26.05, 54.05], abs=0.06)
+    assert [s.end for s in verbose.segments] == pytest.approx([26.05, 54.05, 70], abs=0.06)
+    assert [bool(m.sampling.prefix_allowed) for m in decoder.of(Generate)] == [True, False, False]
+    assert all(german in m.prompt_token_ids for m in decoder.of(Generate)[1:])
+    stream = await create(model=speech_rig.model, file=_upload(speech(70)), stream=True, language="en")
+    events = [event async for event in stream]
+    assert "".join(event.delta for event in events[:-1]) == "part 0 part 1 part 2" == events[-1].text
 
 
 BAD_FORMS = (
@@ -167,15 +161,12 @@ async def test_a_form_that_cannot_be_read_is_400_and_says_why(serve, whisper_mod
             assert content_type.rpartition("charset=")[2] in message or "boundary" in message
         for content_type in ('Multipart/Form-Data; boundary="x"; charset="UTF-8"', "multipart/form-data;boundary=x"):
             assert await post(content_type) == (400, "the form has no file")
-        await rig.assert_clean()
 
 
-async def test_bad_fields_are_named(serve, whisper_model):
-    async with serve(whisper_model.folder) as rig:
-        for form, status, param in BAD_FORMS:
-            response = await rig.http.post("/v1/audio/transcriptions", data=form, files={"file": _upload(speech(1))})
-            assert (form, response.status_code, response.json()["error"]["param"]) == (form, status, param)
-        await rig.assert_clean()
+async def test_bad_fields_are_named(speech_rig):
+    for form, status, param in BAD_FORMS:
+        response = await speech_rig.http.post("/v1/audio/transcriptions", data=form, files={"file": _upload(speech(1))})
+        assert (form, response.status_code, response.json()["error"]["param"]) == (form, status, param)
 
 
 async def test_what_is_no_recording_is_400(serve, whisper_model):
@@ -191,7 +182,6 @@ async def test_what_is_no_recording_is_400(serve, whisper_model):
             "/v1/audio/transcriptions", content=b"x", headers={"content-type": "multipart/form-data"}
         )
         assert broken.status_code == 400
-        await rig.assert_clean()
 
 
 async def test_a_model_without_ears_refuses_transcriptions_and_a_speech_model_refuses_text(serve, whisper_model):

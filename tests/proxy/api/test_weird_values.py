@@ -45,53 +45,47 @@ ENDPOINTS = [
 
 
 @pytest.mark.parametrize(("path", "model", "needed"), ENDPOINTS)
-async def test_json_fields(serve, path, model, needed) -> None:
-    async with serve() as rig:
-        bodies = []
-        for name in model.model_fields:
-            bodies += [json.dumps({"max_tokens": 3, **needed, name: value}) for value in WEIRD]
-            rest = {key: value for key, value in {"max_tokens": 3, **needed}.items() if key != name}
-            bodies += [json.dumps({**rest, name: "RAW"}).replace('"RAW"', raw) for raw in RAW]
-        places = asyncio.Semaphore(8)
+async def test_json_fields(rig, path, model, needed) -> None:
+    bodies = []
+    for name in model.model_fields:
+        bodies += [json.dumps({"max_tokens": 3, **needed, name: value}) for value in WEIRD]
+        rest = {key: value for key, value in {"max_tokens": 3, **needed}.items() if key != name}
+        bodies += [json.dumps({**rest, name: "RAW"}).replace('"RAW"', raw) for raw in RAW]
+    places = asyncio.Semaphore(8)
 
-        async def status(body: str) -> int:
-            async with places:
-                return (await rig.http.post(path, content=body.encode())).status_code
+    async def status(body: str) -> int:
+        async with places:
+            return (await rig.http.post(path, content=body.encode())).status_code
 
-        statuses = await asyncio.gather(*map(status, bodies))
-        wrong = [(code, body[:200]) for code, body in zip(statuses, bodies, strict=True) if code not in (200, 400, 404)]
-        assert wrong == []
-        assert statuses.count(200) > 50
-        await rig.assert_clean()
+    statuses = await asyncio.gather(*map(status, bodies))
+    wrong = [(code, body[:200]) for code, body in zip(statuses, bodies, strict=True) if code not in (200, 400, 404)]
+    assert wrong == []
+    assert statuses.count(200) > 50
 
 
 @pytest.mark.parametrize(("path", "model", "needed"), ENDPOINTS)
-async def test_no_field_makes_a_large_message_to_a_worker(serve, path, model, needed) -> None:
+async def test_no_field_makes_a_large_message_to_a_worker(rig, path, model, needed) -> None:
     """Above a limit a message would cost the connection, and everybody their requests on it."""
-    async with serve() as rig:
-        values = [(name, value) for name in model.model_fields for value in LARGE]
-        values += [(name, value) for name, shapes in LARGE_SHAPES.items() for value in shapes]
-        values += [(name, TEXT) for name in (*IGNORED, *ACCEPTED_OFF)]
-        statuses = []
-        for name, value in values:
-            response = await rig.http.post(path, json={"max_tokens": 3, **needed, name: value})
-            statuses.append(response.status_code)
-            assert response.status_code in (200, 400, 404), (name, response.text[:200])
-        sent = [message for worker in rig.cluster.workers for message in worker.received]
-        assert len(sent) >= statuses.count(200) > 5
-        assert max(len(encode(message)) for message in sent) < LARGEST_MESSAGE_BYTES
-        await rig.assert_clean()
+    values = [(name, value) for name in model.model_fields for value in LARGE]
+    values += [(name, value) for name, shapes in LARGE_SHAPES.items() for value in shapes]
+    values += [(name, TEXT) for name in (*IGNORED, *ACCEPTED_OFF)]
+    statuses = []
+    for name, value in values:
+        response = await rig.http.post(path, json={"max_tokens": 3, **needed, name: value})
+        statuses.append(response.status_code)
+        assert response.status_code in (200, 400, 404), (name, response.text[:200])
+    sent = [message for worker in rig.cluster.workers for message in worker.received]
+    assert len(sent) >= statuses.count(200) > 5
+    assert max(len(encode(message)) for message in sent) < LARGEST_MESSAGE_BYTES
 
 
-async def test_form_fields(serve, whisper_model) -> None:
-    async with serve(whisper_model.folder) as rig:
-        clip = speech(0.2)
-        for name in TranscriptionForm.model_fields:
-            for value in ("", "x", "-1", "1e999", "nan", "9" * 40, "\x00", "true", "[]", "ü"):
-                form = {name: value}
-                response = await rig.http.post("/v1/audio/transcriptions", data=form, files={"file": ("x", clip)})
-                assert response.status_code in (200, 400, 404), (form, response.text)
-        await rig.assert_clean()
+async def test_form_fields(speech_rig) -> None:
+    clip = speech(0.2)
+    for name in TranscriptionForm.model_fields:
+        for value in ("", "x", "-1", "1e999", "nan", "9" * 40, "\x00", "true", "[]", "ü"):
+            form = {name: value}
+            response = await speech_rig.http.post("/v1/audio/transcriptions", data=form, files={"file": ("x", clip)})
+            assert response.status_code in (200, 400, 404), (form, response.text)
 
 
 BAD = [{}] * 10_000

@@ -24,7 +24,6 @@ async def test_clips_leave_one_placeholder_each_in_order(serve, listening_model)
         media = {message.input_id: message.media for message in rig.cluster.encoders[0].of(Encode)}
         assert media == {0: first, 1: second}
         assert all(slot.kind == "audio" for slot in generate.inputs)
-        await rig.assert_clean()
 
 
 async def test_text_alone_is_answered_too(serve, listening_model):

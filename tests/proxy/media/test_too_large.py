@@ -61,7 +61,6 @@ async def test_a_prompt_that_is_too_large_to_be_computed_apart_is_sent_to_nobody
         with pytest.raises(openai.APIStatusError, match="more than the 2000 allowed"):
             await rig.chat("x", stop=["s" * 1000] * 3)
         assert not any(one.of(Generate) for one in [*rig.cluster.prefills, *rig.cluster.decoders])
-        await rig.assert_clean()
 
 
 async def test_an_answer_that_is_too_large_for_the_proxy_ends_its_request_and_is_not_asked_for_again(serve):
@@ -108,7 +107,6 @@ async def test_log_probabilities_of_a_prompt_computed_apart_that_are_too_large_e
         assert sum(len(prefill.of(Generate)) for prefill in rig.cluster.prefills) == 1
         assert len(decoder.of(Generate)) == 1
         decoder.resume.set()
-        await rig.assert_clean()
 
 
 @pytest.mark.parametrize("count", [0, 1, 20])
@@ -133,15 +131,14 @@ def test_the_log_probabilities_of_the_longest_allowed_prompt_fit_into_a_message(
     ],
 )
 async def test_more_prompt_logprobs_than_a_message_holds_are_refused_at_once(
-    serve, monkeypatch, path, prompt, fields, param
+    monkeypatch, rig, path, prompt, fields, param
 ):
-    async with serve() as rig:
-        assert (await rig.http.post(f"/v1/{path}", json={**prompt, **fields, "max_tokens": 1})).status_code == 200
-        room = 50 * len(encode(TokenLogprob(2**31, -0.1, 2**31, [(2**31, -0.1)] * 20)))
-        monkeypatch.setattr(logprobs, "MAX_FROM_WORKER_BYTES", logprobs._REST_BYTES + room)
-        response = await rig.http.post(f"/v1/{path}", json={**prompt, **fields, "max_tokens": 1})
-        error = response.json()["error"]
-        assert (response.status_code, error["code"], error["param"]) == (400, "invalid_request", param)
-        assert f"{param} is 20 for" in error["message"]
-        assert "at most 50 are allowed" in error["message"]
-        assert (await rig.http.post(f"/v1/{path}", json={**prompt, "max_tokens": 1})).status_code == 200
+    assert (await rig.http.post(f"/v1/{path}", json={**prompt, **fields, "max_tokens": 1})).status_code == 200
+    room = 50 * len(encode(TokenLogprob(2**31, -0.1, 2**31, [(2**31, -0.1)] * 20)))
+    monkeypatch.setattr(logprobs, "MAX_FROM_WORKER_BYTES", logprobs._REST_BYTES + room)
+    response = await rig.http.post(f"/v1/{path}", json={**prompt, **fields, "max_tokens": 1})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "invalid_request", param)
+    assert f"{param} is 20 for" in error["message"]
+    assert "at most 50 are allowed" in error["message"]
+    assert (await rig.http.post(f"/v1/{path}", json={**prompt, "max_tokens": 1})).status_code == 200

@@ -7,12 +7,15 @@ import signal
 import socket
 import sys
 import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
 import httpx
 import msgspec
 
 from broker.cluster.registry import Registry
+from common.messages import InstanceRecord
 from tests.proxy.conftest import eventually
 
 CODE = """
@@ -25,51 +28,59 @@ sys.exit(f"loaded {loaded}" if loaded else code)
 """
 
 
-async def _start(*arguments: str) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
+@asynccontextmanager
+async def _started(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Run a proxy as a process for the length of the block."""
+    process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", CODE, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
-
-
-async def test_a_proxy_registers_serves_and_stops_cleanly_by_a_signal(broker_url, redis):
-    cluster = f"test-{uuid.uuid4().hex[:8]}"
-    process = await _start(broker_url, cluster, "0")
     try:
-        registry = Registry(redis, cluster)
-
-        async def registered() -> bool:
-            return bool(await registry.instances())
-
-        await eventually(registered, timeout_s=30)
-        (record,) = (await registry.instances()).values()
-        assert record.role == "proxy"
-        async with httpx.AsyncClient(base_url=f"http://{record.http_address}") as http:
-            assert (await http.get("/health")).status_code == 200
-            process.send_signal(signal.SIGUSR1)  # dumps all stacks, and goes on
-            assert "no decoder" in (await http.get("/ready")).text
-        process.send_signal(signal.SIGTERM)
-        _, errors = await asyncio.wait_for(process.communicate(), 10)
-        assert process.returncode == 0, errors.decode()
-        assert b"Current thread" in errors
-        assert b"in WorkerPool." in errors
-        assert await redis.keys(f"{cluster}*") == []
+        yield process
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
 
 
+async def _errors_of(process: asyncio.subprocess.Process, exit_status: int, within_s: float = 30) -> str:
+    """Return the standard error of a process that ends with this status."""
+    _, errors = await asyncio.wait_for(process.communicate(), within_s)
+    assert process.returncode == exit_status, errors.decode()
+    return errors.decode()
+
+
+async def _registered(registry: Registry) -> InstanceRecord:
+    """Return the only entry of a registry once there is one."""
+
+    async def is_there() -> bool:
+        return bool(await registry.instances())
+
+    await eventually(is_there, timeout_s=30)
+    (record,) = (await registry.instances()).values()
+    return record
+
+
+async def test_a_proxy_registers_serves_and_stops_cleanly_by_a_signal(broker_url, redis):
+    cluster = f"test-{uuid.uuid4().hex[:8]}"
+    async with _started(broker_url, cluster, "0") as process:
+        record = await _registered(Registry(redis, cluster))
+        assert record.role == "proxy"
+        async with httpx.AsyncClient(base_url=f"http://{record.http_address}") as http:
+            assert (await http.get("/health")).status_code == 200
+            process.send_signal(signal.SIGUSR1)  # dumps all stacks, and goes on
+            assert "no decoder" in (await http.get("/ready")).text
+        process.send_signal(signal.SIGTERM)
+        errors = await _errors_of(process, 0, within_s=10)
+        assert "Current thread" in errors
+        assert "in WorkerPool." in errors
+        assert await redis.keys(f"{cluster}*") == []
+
+
 async def test_a_proxy_whose_id_another_process_has_taken_ends_and_says_so(broker_url, redis):
     cluster = f"test-{uuid.uuid4().hex[:8]}"
-    process = await _start(broker_url, cluster, "0")
     registry = Registry(redis, cluster)
-    try:
-
-        async def registered() -> bool:
-            return bool(await registry.instances())
-
-        await eventually(registered, timeout_s=30)
-        (record,) = (await registry.instances()).values()
+    async with _started(broker_url, cluster, "0") as process:
+        record = await _registered(registry)
         await registry.register(msgspec.structs.replace(record, epoch=record.epoch + 1))
 
         async def ended() -> bool:
@@ -80,37 +91,27 @@ async def test_a_proxy_whose_id_another_process_has_taken_ends_and_says_so(broke
             return process.returncode is not None
 
         await eventually(ended, timeout_s=15)
-        _, errors = await asyncio.wait_for(process.communicate(), 15)
-        assert process.returncode == 1
-        assert f"has taken the instance id '{record.instance_id}'" in errors.decode()
+        errors = await _errors_of(process, 1, within_s=15)
+        assert f"has taken the instance id '{record.instance_id}'" in errors
         assert await registry.get(record.instance_id) is not None, "the entry is the other's"
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        await registry.unregister()
+    await registry.unregister()
 
 
 async def test_a_broker_url_that_is_none_ends_the_process_with_a_hint():
-    process = await _start("localhost:6379", "nobody", "0")
-    _, errors = await asyncio.wait_for(process.communicate(), 30)
-    assert process.returncode == 1
-    assert "try redis://" in errors.decode()
+    async with _started("localhost:6379", "nobody", "0") as process:
+        assert "try redis://" in await _errors_of(process, 1)
 
 
 async def test_a_broker_that_does_not_let_it_in_ends_the_process_with_a_hint(broker_url):
     parts = urlsplit(broker_url)
-    process = await _start(f"redis://:wrong@{parts.hostname}:{parts.port}", "nobody", "0")
-    _, errors = await asyncio.wait_for(process.communicate(), 30)
-    assert process.returncode == 1
-    assert "does not let us in" in errors.decode()
-    assert "does the broker's URL hold its password?" in errors.decode()
+    async with _started(f"redis://:wrong@{parts.hostname}:{parts.port}", "nobody", "0") as process:
+        errors = await _errors_of(process, 1)
+        assert "does not let us in" in errors
+        assert "does the broker's URL hold its password?" in errors
 
 
 async def test_a_taken_port_is_said_and_ends_the_process(broker_url):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        process = await _start(broker_url, "nobody", port)
-        _, errors = await asyncio.wait_for(process.communicate(), 30)
-        assert process.returncode == 1
-        assert f"cannot listen on 127.0.0.1:{port}" in errors.decode()
+        async with _started(broker_url, "nobody", port) as process:
+            assert f"cannot listen on 127.0.0.1:{port}" in await _errors_of(process, 1)
