@@ -10,7 +10,6 @@ import numpy as np
 
 from tools.bench.measure import Turn
 from tools.bench.workloads import Workload
-from tools.gpu_check.environment import in_words
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 _HEADER = (
@@ -58,8 +57,10 @@ def hop_table(hops: Mapping[str, Sequence[float]]) -> str:
 
 def page(sections: Iterable[str], command: str | None, notes: Sequence[str], when: date) -> str:
     """Return the measured part of a page: where, by which command, and the sections."""
-    facts = [f"Measured on {when:%Y-%m-%d}: {in_words()}.", *notes]
-    shown = [] if command is None else [f"```\n{command}\n```"]
+    from tools.gpu_check import environment  # imports torch, which the soak has no use for
+
+    facts = [f"Measured on {when:%Y-%m-%d}: {environment.in_words()}.", *notes]
+    shown = [f"```\n{command}\n```"] if command is not None else []
     return "\n\n".join([" ".join(facts), *shown, *sections])
 
 

@@ -12,7 +12,6 @@ import torch
 
 from launch.cluster.shares import available_cores
 
-_GIB = 2**30
 _SHOWN = ("torch", "torchvision", "transformers", "triton", "flashinfer-python", "numpy", "triptych")
 _REQUIRED = ("transformers", "flashinfer-python")
 """Packages of the check beside torch."""
@@ -46,7 +45,7 @@ def _gpu() -> list[str]:
     if not torch.cuda.is_available():
         return ["no GPU"]
     free, total = torch.cuda.mem_get_info()
-    memory = f"{free / _GIB:.1f} of {total / _GIB:.1f} GiB free"
+    memory = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
     driver = _found(r"\s(\d+\.\d+(?:\.\d+)?)\s", "/proc/driver/nvidia/version") or "unknown"
     return [torch.cuda.get_device_name(), memory, f"driver {driver}", f"CUDA {torch.version.cuda}"]
 
