@@ -28,9 +28,9 @@ _NEXT_ADDRESS_S = 0.25
 MAX_CONNECTIONS = 2**31
 """No cap: tensors through the broker used up redis-py's 100, and heartbeats got none."""
 CONNECTION_ERRORS: tuple[type[RedisError], ...] = (RedisConnectionError, RedisTimeoutError, BusyLoadingError)
-"""What a restart of the server looks like from here."""
+"""Errors of a client while the server restarts."""
 REFUSALS: tuple[type[RedisError], ...] = (AuthenticationError, NoPermissionError)
-"""What a server says that does not let us in; redis-py counts the first one as a lost connection."""
+"""Errors of a server that refuses the client; redis-py counts the first as a lost connection."""
 
 _T = TypeVar("_T")
 

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 GPU_FRACTION: Final = 0.9
 """Of a GPU, for all workers on it together: the rest is for what nobody counts, a display's or a tool's."""
 PROCESS_BYTES: Final = 768 * 2**20
-"""What a process takes of a GPU outside torch's allocator: CUDA's context with the kernels that it has loaded (some 500
-MiB on an H100), and the memory that tensors leave by (128 MiB). CUDA tells no process how much its own share is. What
-NIXL takes beside that comes on top: EngineConfig.process_bytes."""
+"""GPU memory of a process outside torch's allocator: CUDA's context with the loaded kernels (some 500 MiB on an H100),
+and the memory of tensors on their way out (128 MiB). CUDA tells no process its own share. NIXL's memory comes on top:
+EngineConfig.process_bytes."""
 
 
 def process_bytes(engine: EngineConfig) -> int:

@@ -71,7 +71,7 @@ class AttentionBackend(ABC):
 
     name: str
     gathered_share: float = 0.0
-    """What a decode step copies of one layer's cache and keeps, as a multiple of that, at most."""
+    """Largest copy of one layer's cache that a decode step keeps, as a multiple of the cache."""
     slot_dtype: torch.dtype = torch.int64
     """The type of slot mappings that `write` takes without a conversion; it takes int64 and int32."""
     is_fallback: bool = False

@@ -18,7 +18,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from common.errors import TriptychError
 
 FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-"""What is decoded at all: PIL knows dozens of formats, some of them only by old code."""
+"""Formats that are decoded. PIL knows dozens, some only by old code."""
 MAX_PIXELS: Final = 90_000_000
 
 

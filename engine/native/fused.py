@@ -20,7 +20,7 @@ COLUMNS_PER_WARP: Final = 256
 MAX_WARPS: Final = 8
 GATED_COLUMNS: Final = 1024
 ROTATED_HEADS: Final = 16
-"""What one program computes of the columns or heads of a token."""
+"""Columns or heads of a token that one program computes."""
 
 
 def serves_norm(hidden: Tensor) -> bool:

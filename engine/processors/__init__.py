@@ -1,4 +1,7 @@
-"""Media to encoder inputs, in the process pool of an encoder worker and in `LLM`. May import engine.media and below.
+"""Media to encoder inputs, in the process pool of an encoder worker and in `LLM`.
+
+Not here: damage and formats of media (engine.media), encoders (engine.encoders), torch. May import engine.media, and
+`common`.
 
 `init_worker` once per process, then `process` per item. What an item will be as encoder output (its tokens, its
 bytes) is known here, before the encoder has run: that is what an encoder offers.

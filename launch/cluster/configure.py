@@ -108,9 +108,10 @@ def _describe(error: ValidationError, flags: Flags) -> str:
         outer = name.rpartition(".")[0]
         if detail["type"] == "extra_forbidden":
             siblings = [one.parameter for one in describe_settings() if one.name.rpartition(".")[0] == outer]
+            siblings += [] if outer else ["engine"]
             where = "" if name in flags else f" in {os.environ.get('TRIPTYCH_CONFIG', 'triptych.toml')}"
             found.append(f"unknown setting {name!r}{where}{_closest(str(detail['loc'][-1]), siblings)}")
-        elif detail["type"] == "byte_size":
+        elif detail["type"] in ("byte_size", "byte_size_unit"):
             found.append(f"{name} = {detail['input']!r} is not a size; write 512MiB, 2GiB or a number of bytes")
         else:
             value = "(secret)" if name in _SECRETS else repr(detail["input"])

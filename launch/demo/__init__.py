@@ -1,4 +1,4 @@
 """`triptych demo`: freshly drawn images, questions about them, and timelines of the answers.
 
-May import launch.cli for output, and launch.cluster.
+Not here: the processes (launch.cluster). May import launch.cli for output, launch.cluster and common.
 """

@@ -1,4 +1,4 @@
 """Ratchets that keep the code base small and readable: sizes, names, prose, and the functions that one request runs.
 
-Tools of the workshop alone; they read the repository's files and start a cluster, and import nothing of the product.
+Tools of the workshop alone: `measure` reads files, `trace` runs a cluster, `pages` prints tables of the reference.
 """

@@ -1,5 +1,5 @@
 """Tensors through the broker, for processes that reach nothing else.
 
-Not here: the choice between transports (factory, routes). May import the interface (base), `checksums`, `payload`,
-`broker.cluster` and `common`.
+Not here: the choice between transports (factory, routes). May import the interface (base), `checksums`, `received`,
+and `common`.
 """

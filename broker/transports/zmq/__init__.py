@@ -1,5 +1,5 @@
 """Tensors over ZMQ (TCP).
 
 Not here: the choice between transports (factory, routes). May import the interface (base), `checksums`, `payload`,
-`broker.cluster` and `common`.
+`received`, `broker.cluster` and `common`.
 """

@@ -1,1 +1,5 @@
-"""The attention backend on FlashInfer's kernels. May import what `engine.attention` may."""
+"""The attention backend on FlashInfer's kernels.
+
+Not here: the choice between backends (engine.attention.select), attention without FlashInfer. May import the modules
+beside this folder, and what `engine.attention` may.
+"""

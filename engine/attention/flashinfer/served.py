@@ -20,7 +20,7 @@ log = get_logger()
 DTYPES: Final = frozenset({torch.float16, torch.bfloat16})
 HEAD_DIMS: Final = frozenset({64, 128, 256})
 APPENDED_HEAD_DIMS: Final = frozenset({64, 128, 256, 512})
-"""What `append_paged_kv_cache` is compiled for."""
+"""Head sizes of the compiled `append_paged_kv_cache`."""
 MAX_BLOCK_THREADS: Final = 1024
 """Of a CUDA block. Append has one for some tokens, with a thread for every few elements of all key heads."""
 SMALL_GROUPS: Final = frozenset({1, 2, 3, 4})
