@@ -337,20 +337,25 @@ def test_qwen3_vl_as_published(tmp_path: Path, input_ids: torch.Tensor) -> None:
     assert torch.equal(logits_of(decoder_of(original), input_ids), 2 * logits_of(decoder_of(folder), input_ids))
 
 
-@pytest.mark.parametrize("renamed", [False, True], ids=["as published", "new names"])
-def test_qwen2_audio_loads_by_old_and_new_names(
-    folders: Folders, tmp_path: Path, input_ids: torch.Tensor, renamed: bool
-) -> None:
-    prefixes = {
-        "language_model.lm_head.": "lm_head.",
-        "language_model.model.": "model.language_model.",
-        "audio_tower.": "model.audio_tower.",
-        "multi_modal_projector.": "model.multi_modal_projector.",
-    }
+PUBLISHED_NAMES = ("language_model.model.", "language_model.lm_head.", "audio_tower.", "multi_modal_projector.")
 
+
+@pytest.mark.parametrize(
+    "prefixes",
+    [
+        PUBLISHED_NAMES,
+        ("language_model.model.model.", *PUBLISHED_NAMES[1:]),
+        ("model.language_model.", "lm_head.", "model.audio_tower.", "model.multi_modal_projector."),
+    ],
+    ids=["as published", "as transformers 5.17 to 5.22 save them", "new names"],
+)
+def test_qwen2_audio_loads_by_all_its_names(
+    folders: Folders, tmp_path: Path, input_ids: torch.Tensor, prefixes: tuple[str, ...]
+) -> None:
     def rename(name: str) -> str:
-        old = next(prefix for prefix in prefixes if name.startswith(prefix))
-        return prefixes[old] + name.removeprefix(old) if renamed else name
+        name = name.replace("language_model.model.model.", "language_model.model.")
+        index = next(index for index, prefix in enumerate(PUBLISHED_NAMES) if name.startswith(prefix))
+        return prefixes[index] + name.removeprefix(PUBLISHED_NAMES[index])
 
     folder = Path(shutil.copytree(folders["qwen2_audio"], tmp_path / "model"))
     split_weights(folder, rename)
