@@ -21,6 +21,7 @@ MULTIMODAL_LAYOUT = CheckpointLayout(
     prefixes={
         "model.language_model.": "",
         "language_model.model.": "",
+        "language_model.model.model.": "",  # Qwen2-Audio, saved by transformers 5.17 to 5.22
         "model.text_model.": "",
         "model.": "",
         "lm_head.": "lm_head.",

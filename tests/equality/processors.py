@@ -2,31 +2,51 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor, Idefics3Processor, LlavaProcessor, PreTrainedTokenizerFast
+from transformers import Idefics3Processor, LlavaProcessor, PreTrainedTokenizerFast
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.mllama.processing_mllama import (
     convert_sparse_cross_attention_mask_to_dense,
     get_cross_attention_token_mask,
 )
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from common.model_info import ModelInfo
 from common.text.processor import TextProcessor
 
 FAMILIES = ("llava", "idefics3", "mllama")
+# From their modules, as AutoImageProcessor is: transformers 5.17 offers none of the three by name where torchvision,
+# which they do not use, is missing.
+_BY_TYPE: Final[dict[str, type[Any]]] = {
+    "Idefics3ImageProcessor": Idefics3ImageProcessorPil,
+    "SmolVLMImageProcessor": SmolVLMImageProcessorPil,
+}
+
+
+def image_processor(folder: Path) -> Any:
+    """transformers' image processor of a model folder, on PIL."""
+    kind = json.loads((folder / "preprocessor_config.json").read_text()).get("image_processor_type")
+    if kind in _BY_TYPE:
+        return _BY_TYPE[kind].from_pretrained(folder)
+    return AutoImageProcessor.from_pretrained(folder, backend="pil")
 
 
 def make_processor(info: ModelInfo) -> Any:
     """LLaVA's or Idefics3's, which is SmolVLM's for pictures too; of Mllama's the part for pictures."""
-    images = AutoImageProcessor.from_pretrained(info.folder, backend="pil")
+    images = image_processor(info.folder)
     if info.family.name == "mllama":
         return images
     tokenizer = PreTrainedTokenizerFast.from_pretrained(info.folder)
     if info.family.name == "idefics3":
-        return Idefics3Processor.from_pretrained(info.folder, image_processor=images, tokenizer=tokenizer)
+        settings = json.loads((info.folder / "processor_config.json").read_text())
+        return Idefics3Processor(images, tokenizer, settings["image_seq_len"])
     vision, strategy = info.config["vision_config"], info.config["vision_feature_select_strategy"]
     with_class = int(vision["model_type"] == "clip_vision_model")
     return LlavaProcessor(images, tokenizer, vision["patch_size"], strategy, num_additional_image_tokens=with_class)

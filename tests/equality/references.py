@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 from transformers import (
     AutoFeatureExtractor,
-    AutoImageProcessor,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
@@ -88,7 +87,7 @@ class Reference:
             self._processor = self._processor or processors.make_processor(self.info)
             return processors.expand(self._processor, self.info, prompt, images)
         if self._processor is None:
-            self._processor = AutoImageProcessor.from_pretrained(self.info.folder, backend="pil")
+            self._processor = processors.image_processor(self.info.folder)
         pixels = self._processor(images=list(images), return_tensors="pt")
         merged = self._processor.merge_size**2
         input_ids = self._repeat(prompt, (pixels["image_grid_thw"].prod(-1) // merged).tolist())

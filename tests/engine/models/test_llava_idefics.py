@@ -24,11 +24,13 @@ from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
     CLIPImageProcessorPil,
-    Idefics3ImageProcessorPil,
     LlavaImageProcessorPil,
     SiglipImageProcessorPil,
 )
-from transformers.models.idefics3.image_processing_pil_idefics3 import get_resize_output_image_size
+from transformers.models.idefics3.image_processing_pil_idefics3 import (
+    Idefics3ImageProcessorPil,
+    get_resize_output_image_size,
+)
 
 from common.errors import TriptychError
 from common.model_info import ModelInfo, load_model_info

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoFeatureExtractor, AutoImageProcessor
+from transformers import AutoFeatureExtractor
 
 from common.errors import TriptychError
 from engine import processors
+from tests.equality.processors import image_processor
 from tests.media_files import encoded, noise, sound_file, tone
 
 
@@ -29,7 +30,7 @@ def test_pictures_are_processed_as_by_transformers(qwen2_5_vl: Path, size: tuple
     processors.init_worker(str(qwen2_5_vl), "float32")
     image = noise(*size)
     item = processors.process("image", encoded(image))
-    expected = AutoImageProcessor.from_pretrained(qwen2_5_vl, backend="pil")(images=image, return_tensors="np")
+    expected = image_processor(qwen2_5_vl)(images=image, return_tensors="np")
     assert np.array_equal(item.arrays["pixel_values"], expected["pixel_values"])
     time, height, width = expected["image_grid_thw"][0].tolist()
     assert item.layout.grid == (time, height // 2, width // 2)
