@@ -8,7 +8,7 @@
     secure_client(socket)                                 before `connect`
 
 Both key pairs come from the cluster key: with the key, a process reaches every listener and can be a listener. libzmq
-refuses a peer without the key in the handshake: the peer sends no message, and holds one connection for at most
+refuses a peer without the key in the handshake. Such a peer sends no message, and holds one connection for at most
 HANDSHAKE_MS. The server's public key alone is not enough: pyzmq's authenticator checks the client's key (ZAP, RFC 27).
 
 A frame grows on the wire: MAXMSGSIZE must leave room for OVERHEAD_BYTES. Other transports than ZMQ are not covered.

@@ -170,7 +170,7 @@ def _begin_child(memory_bytes: int, initialize: Callable[..., None], arguments: 
     Elsewhere than on Linux, only core dumps are turned off.
     """
     initialize(*arguments)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it would hold somebody's picture
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it would hold a client's image
     with contextlib.suppress(OSError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         _, most = resource.getrlimit(resource.RLIMIT_AS)

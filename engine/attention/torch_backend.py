@@ -147,7 +147,7 @@ class TorchBackend(AttentionBackend):
     def plan_ragged(self, lengths: Sequence[int]) -> _RaggedPlan:
         """Plan `run_ragged` for sequences of the given lengths, laid end to end; called once, used by every layer.
 
-        Those of one length are computed together: nearly all windows of a picture are.
+        Those of one length are computed together: nearly all windows of an image are.
         """
         starts: dict[int, list[int]] = {}
         for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False):

@@ -3,7 +3,7 @@
     receiver   capacity_bytes = free + reserved (promised, not here yet) + ready (referenced or kept for the next one)
     encoder    capacity_bytes = free + lent (on their way to a receiver) + kept
 
-The least recently used output goes first. At a receiver the same picture in ten requests is held once; a reference is
+The least recently used output goes first. At a receiver the same image in ten requests is held once; a reference is
 (request id, input id). At an encoder a kept output costs neither preprocessing nor computing.
 """
 

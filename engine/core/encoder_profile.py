@@ -1,6 +1,6 @@
 """Peak memory of an encoder's largest batch, measured at start with synthetic media.
 
-Pictures are tried larger and larger until the preprocessor makes no more of them, clips are one window of silence,
+Images are tried larger and larger until the preprocessor makes no more of them, audio is one window of silence,
 texts as long as they may be. What would take long is cut short: layers use the same memory one after the other, and
 of a batch one item is measured.
 """
@@ -27,9 +27,9 @@ from engine.models.base import EncoderModel
 from engine.processors import ITEM_BYTES, ProcessedInput, Processor, preprocessor_json
 
 TIME_S: Final = 0.2
-"""After this only the first layer is computed to its end, and no larger picture is tried."""
+"""After this only the first layer is computed to its end, and no larger image is tried."""
 SIDES: Final = (112, 224, 448, 896, 1792)
-"""Of pictures, in pixels."""
+"""Of images, in pixels."""
 GROWTH: Final = 4
 """From one of the sides to the next: of pixels, and of the time that they take."""
 
@@ -90,7 +90,7 @@ def measure_batch(
     known = [size for size in sizes if size is not None]
     if item is None or not known:
         return None
-    # Larger pictures than time allowed: they grow by their rows, of which a prompt takes no more than its length.
+    # Larger images than time allowed: they grow by their rows, of which a prompt takes no more than its length.
     factor = 1.0 if whole else max(1.0, info.max_model_len / item.shape[0])
     item_bytes = int(item.size_bytes * factor)
     num_items = max(1, min(max_items, max_bytes // item_bytes))
@@ -119,9 +119,9 @@ def _picture(side: int) -> bytes:
 def _silence(settings: LogMelSettings) -> bytes:
     """Return a window of silence."""
     file = io.BytesIO()
-    with wave.open(file, "wb") as sound:
-        sound.setnchannels(1)
-        sound.setsampwidth(2)
-        sound.setframerate(settings.sampling_rate)
-        sound.writeframes(bytes(2 * settings.num_samples))
+    with wave.open(file, "wb") as audio:
+        audio.setnchannels(1)
+        audio.setsampwidth(2)
+        audio.setframerate(settings.sampling_rate)
+        audio.writeframes(bytes(2 * settings.num_samples))
     return file.getvalue()

@@ -2,10 +2,10 @@
 
     host array ──copy──▶ pinned buffer ──DMA, in the order of the stream──▶ device
 
-A copy from ordinary (pageable) memory makes the host wait until the stream has come so far; one from pinned memory does
-not, but the buffer must not be written again before the copy is done. PyTorch's caching host allocator sees to that:
-it records an event behind each copy out of a pinned buffer, and hands a buffer that was given back out again only once
-its events are done. In steady decoding the same few buffers are used in turn.
+A copy from ordinary (pageable) memory makes the host wait until the stream has come so far. A copy from pinned memory
+does not, but the buffer must not be written again before the copy is done. PyTorch's caching host allocator sees to
+that: an event is recorded behind each copy out of a pinned buffer, and a buffer given back is lent again only once its
+events are done. In steady decoding the same few buffers are used in turn.
 
 On a CPU, tensors share the memory of the arrays: nothing is copied.
 """

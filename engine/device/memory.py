@@ -35,7 +35,7 @@ ENCODER_CACHE_SHARE: Final = 1 / 8
 ENCODER_SHARE: Final = 1 / 4
 """Of what a process with both engines may take, for the encoder's batches at most; its weights do not count."""
 MAX_STAGING_BYTES: Final = 512 * 2**20
-"""Of preprocessed media that wait for a grant or for the encoder: those of a picture of a megapixel have 24 MB."""
+"""Of preprocessed media that wait for a grant or for the encoder: those of an image of a megapixel have 24 MB."""
 OUTPUT_CACHE_BYTES: Final = 256 * 2**20
 """Of outputs that an encoder worker keeps on its device; on a CPU no more than a sixteenth of what it may take."""
 HUGE_PAGES_FROM_BYTES: Final = 32 * 2**20

@@ -2,7 +2,7 @@
 
 transformers asks a registered function for attention by the name in the module's configuration. A name with "flash" in
 it makes the towers of Qwen2-VL and its successors report the starts of images and windows (`cu_seq_lens_q`), instead of
-calling once for each: all sequences of a batch then run in a single launch.
+calling once for each. All sequences of a batch then run in a single launch.
 """
 
 from __future__ import annotations

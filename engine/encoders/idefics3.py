@@ -1,4 +1,4 @@
-"""Idefics3's and SmolVLM's vision tower and connector: transformers' own modules, fed with pieces of many pictures."""
+"""Idefics3's and SmolVLM's vision tower and connector: transformers' own modules, fed with pieces of many images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CLASSES: Final = {
     "smolvlm": (SmolVLMVisionTransformer, SmolVLMConnector),
 }
 _WIDEST_BYTES: Final = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
-"""Of the widest intermediate tensor: a large picture has 17 pieces of 1024 patches, all at once they take 600 MiB, and
+"""Of the widest intermediate tensor: a large image has 17 pieces of 1024 patches, all at once they take 600 MiB, and
 a CPU is no faster for it."""
 
 

@@ -1,4 +1,4 @@
-"""LLaVA's vision tower and projector: transformers' own modules, fed with the pictures of many requests at once."""
+"""LLaVA's vision tower and projector: transformers' own modules, fed with the images of many requests at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mllama's vision model and projector: transformers' own modules, fed with the pictures of many requests at once."""
+"""Mllama's vision model and projector: transformers' own modules, fed with the images of many requests at once."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from engine.processors import ProcessedInput
 class MllamaEncoder(EncoderModel):
     """Images of up to `max_num_tiles` tiles, padded with black tiles.
 
-    The tiles that a picture does not have are computed and sent too: the vision model lets real tiles look at them, and
-    the decoder lets the text before the first picture do so.
+    The tiles that an image does not have are computed and sent too: the vision model lets real tiles look at them, and
+    the decoder lets the text before the first image do so.
     """
 
     layout = CheckpointLayout(
@@ -50,5 +50,5 @@ class MllamaEncoder(EncoderModel):
             aspect_ratio_ids=send_tensor(ids, weight.device, ids.dtype),
             aspect_ratio_mask=send_tensor(present, weight.device, present.dtype),
         ).last_hidden_state
-        # [pictures, 1, tiles, rows per tile, features] -> [pictures, rows, hidden_size]
+        # [images, 1, tiles, rows per tile, features] -> [images, rows, hidden_size]
         return list(self._projector(states).flatten(1, 3).unbind(0))

@@ -1,4 +1,4 @@
-"""Qwen2-Audio's audio tower and projector: transformers' own modules, fed with the clips of many requests at once."""
+"""Qwen2-Audio's audio tower and projector: transformers' own modules, fed with the audio of many requests at once."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from engine.processors import ProcessedInput
 class Qwen2AudioEncoder(EncoderModel):
     """Audio, stacked to the longest item.
 
-    transformers runs the whole window (30 s) and masks what is behind the clip. Masked rows are read by nobody and
-    dropped at the end: here they are not computed, which for a clip of 3 s is nine tenths of the work.
+    transformers runs the whole window (30 s) and masks what is behind the audio. Masked rows are read by nobody and
+    dropped at the end: here they are not computed, which for 3 s of audio is nine tenths of the work.
     """
 
     layout = CheckpointLayout(

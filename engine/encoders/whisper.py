@@ -1,4 +1,4 @@
-"""Whisper's encoder: transformers' own module, fed with the clips of many requests at once."""
+"""Whisper's encoder: transformers' own module, fed with the audio of many requests at once."""
 
 from __future__ import annotations
 

@@ -4,10 +4,10 @@
        ^                  |                 |                  |
        +------------------+--- deadline ----+--- taken back ---+     (the owner of the media is asked again)
 
-Room is promised in the order of the requests' arrival, and within one by input. It holds that
-- nothing is sent without a grant, so the budget holds whatever the burst;
-- what is granted ends: delivered, cancelled with its request, or expired with its lease;
-- a burst drains: if nothing can run and the oldest offer finds no room, the youngest holders give theirs back.
+Memory is granted in the order of requests, and within a request in the order of inputs. Three promises hold:
+- No tensor is sent without a grant: the budget holds in any burst.
+- Every grant ends: delivered, cancelled with its request, or expired with its lease.
+- A burst drains: if no request can run and the oldest offer finds no memory, the youngest holders release theirs.
 """
 
 from __future__ import annotations

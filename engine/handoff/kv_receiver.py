@@ -4,12 +4,12 @@
        ^                  |                 |
        +------------------+--- deadline ----+      (the prompt has to be computed again: a newer attempt)
 
-Room is reserved for a whole prompt before any of it is sent, in the order of the requests, and not taken back before
-its lease ends. It holds that
-- nothing is sent without a grant, and what the caches have here is not sent at all;
-- what is reserved comes to its end: all parts, an abort, or the end of its lease, which each part renews;
-- nobody waits for ever: senders let a request that has been granted go before all others, so what is reserved here
-  does not wait for what is reserved elsewhere.
+Blocks are reserved for a whole prompt before any part is sent, in the order of requests, and not taken back before the
+lease ends. Three promises hold:
+- No part is sent without a grant, and KV in the caches here is not sent at all.
+- Every reservation ends: by all parts, an abort, or the end of its lease, which each part renews.
+- No request waits for ever: senders let a granted request go before all others. So a reservation here does not wait
+  for one elsewhere.
 """
 
 from __future__ import annotations

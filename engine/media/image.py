@@ -25,7 +25,7 @@ MAX_PIXELS: Final = 90_000_000
 def decode_image(media: bytes) -> Image.Image:
     """Decode the (first) image in `media`: turned by EXIF, transparency laid on white, RGB.
 
-    Raises TriptychError("bad_media") for other formats, damaged files, and pictures of more than `MAX_PIXELS` pixels,
+    Raises TriptychError("bad_media") for other formats, damaged files, and images of more than `MAX_PIXELS` pixels,
     which are refused by their header, before anything is decoded.
     """
     try:
@@ -75,7 +75,7 @@ def values_of_bytes(mean: Sequence[float], std: Sequence[float], rescale_factor:
 
 
 def to_planes(image: Image.Image, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """An RGB picture as [3, height, width], through the table of `values_of_bytes`."""
+    """An RGB image as [3, height, width], through the table of `values_of_bytes`."""
     pixels = np.asarray(image)
     return np.stack([values[channel][pixels[..., channel]] for channel in range(3)])
 

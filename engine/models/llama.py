@@ -107,8 +107,8 @@ class LlamaDecoder(DecoderModel):
 class LlamaLayer(nn.Module):
     """Attention and MLP, each behind a norm and beside a residual.
 
-    What a layer gives, and takes from the one before, is the sum of two tensors that the next norm adds up in passing:
-    the output of the MLP and the residual beside it, None for no residual.
+    Between layers, hidden states are the sum of two tensors that the next norm adds up in passing: the output of the
+    MLP and the residual beside it, None for no residual.
     """
 
     def __init__(self, config: TextConfig, index: int) -> None:

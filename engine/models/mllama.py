@@ -14,7 +14,7 @@ from engine.models.layers import Linear, RMSNorm, silu_mul
 from engine.models.llama import CHECKPOINT_PARTS, LlamaDecoder, LlamaLayer
 
 EXTRA_EMBEDDINGS = 8
-"""Tokens that are read but never generated, the picture's placeholder first."""
+"""Tokens that are read but never generated, the image's placeholder first."""
 _LAYOUT = CheckpointLayout(
     prefixes={
         "model.language_model.": "",

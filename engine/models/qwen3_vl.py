@@ -1,6 +1,6 @@
 """The text decoder of Qwen3-VL: Qwen3, with image features added again after the first layers.
 
-An encoder output has 1 + k times the hidden size of columns: the first part replaces embeddings, part k is added to
+An encoder output has 1 + k times the hidden size of columns. The first part replaces embeddings; part k is added to
 the hidden states of the same tokens behind layer k (DeepStack, Meng et al., 2024).
 """
 

@@ -27,7 +27,7 @@ _LONGEST_EDGE = 4096
 
 @dataclass(frozen=True)
 class PieceSettings:
-    """Pixels: pictures are resized to `longest_edge` (or to `size`, height and width), pieces have `piece_size`."""
+    """Pixels: images are resized to `longest_edge` (or to `size`, height and width), pieces have `piece_size`."""
 
     longest_edge: int | None = 4 * 364
     size: tuple[int, int] | None = None
@@ -56,7 +56,7 @@ class PieceSettings:
 
 
 def image_to_pieces(image: Image.Image, settings: PieceSettings) -> tuple[npt.NDArray[np.float32], int, int]:
-    """Pieces [num_pieces, 3, piece_size, piece_size], row by row and the whole picture last, with the numbers of rows
+    """Pieces [num_pieces, 3, piece_size, piece_size], row by row and the whole image last, with the numbers of rows
     and columns; both are 0 where the whole is the only piece.
     """
     side = settings.piece_size

@@ -20,14 +20,14 @@ from engine.media.image import CLIP_MEAN, CLIP_STD, HALVES, decode_image, requir
 from engine.processors import preprocessor_json
 
 MAX_RESIZED_PIXELS = 90_000_000
-"""The shortest edge is resized to a fixed length: a picture of one row would grow without bound."""
+"""The shortest edge is resized to a fixed length: an image of one row would grow without bound."""
 
 
 @dataclass(frozen=True)
 class CropSettings:
     """Sizes in pixels, (height, width). With `shortest_edge` the aspect is kept, else images are scaled to `size`.
 
-    `square` lays the picture on a square of the mean colour first.
+    `square` lays the image on a square of the mean colour first.
     """
 
     shortest_edge: int | None
@@ -73,7 +73,7 @@ class CropSettings:
 def image_to_square(image: Image.Image, settings: CropSettings) -> npt.NDArray[np.float32]:
     """[3, height, width] of `settings.output_size`.
 
-    Raises TriptychError("bad_media") for a picture so long and narrow that resizing it would take all memory.
+    Raises TriptychError("bad_media") for an image so long and narrow that resizing it would take all memory.
     """
     if settings.square:
         image = _on_a_square(image, settings.image_mean)
@@ -106,7 +106,7 @@ def _scaled_size(image: Image.Image, shortest_edge: int) -> tuple[int, int]:
 
 
 def _center_crop(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """The middle; black where the picture is smaller."""
+    """The middle; black where the image is smaller."""
     height, width = size
     left, top = (image.width - width) // 2, (image.height - height) // 2
     return image.crop((left, top, left + width, top + height))

@@ -22,7 +22,7 @@ from engine.processors import preprocessor_json
 
 @dataclass(frozen=True)
 class TileSettings:
-    """`tile_size` is the side of a tile in pixels, `max_tiles` how many tiles a picture is cut into at most."""
+    """`tile_size` is the side of a tile in pixels, `max_tiles` how many tiles an image is cut into at most."""
 
     tile_size: int = 224
     max_tiles: int = 4

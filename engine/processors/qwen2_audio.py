@@ -52,6 +52,6 @@ class Qwen2AudioProcessor:
 def num_output_tokens(num_frames: int) -> int:
     """Return the encoder rows for a number of frames: convolution and pooling halve the number, each.
 
-    0 for a clip of less than three frames.
+    0 for audio of less than three frames.
     """
     return max(((num_frames - 1) // 2 + 1) // 2, 0)

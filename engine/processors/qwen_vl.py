@@ -54,7 +54,7 @@ def image_to_patches(
     """Return patches [num_patches, channels * frames * patch_size^2], merged patches adjacent, and the grid (time,
     height, width) before merging.
 
-    Raises TriptychError("bad_media") for a picture more than 200 times as long as wide.
+    Raises TriptychError("bad_media") for an image more than 200 times as long as wide.
     """
     width, height = target_size(image.width, image.height, settings)
     resized = np.asarray(image.resize((width, height), settings.resample))
@@ -66,7 +66,7 @@ def image_to_patches(
     patches = np.empty((rows * columns, 3, settings.temporal_patch_size, patch * patch), dtype=np.float32)
     tables = values_of_bytes(settings.image_mean, settings.image_std, settings.rescale_factor)
     for channel, values in enumerate(tables):
-        patches[:, channel] = values[squares[:, channel]][:, None]  # a still picture fills every frame
+        patches[:, channel] = values[squares[:, channel]][:, None]  # a still image fills every frame
     return patches.reshape(rows * columns, -1), (1, rows, columns)
 
 

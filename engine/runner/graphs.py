@@ -11,9 +11,8 @@ and what changes from step to step stands in buffers at fixed addresses:
     batch of 3, size 4     a  b  c  pad    padding: token 0 at position 0, one key in block 0, which is nobody's; of an
                                            input it reads nothing
 
-Where inputs stand in the prompt (Mllama), requests without any share a batch with others, or have one to themselves:
-they read nothing, and their row says that no input is before them, so that layers of cross-attention leave them as they
-are.
+Where inputs stand in the prompt (Mllama), requests without any share a batch with others, or have one to themselves.
+They read nothing. Their row says that no input is before them, and layers of cross-attention leave them as they are.
 
 Recorded is what lies between the input ids and the hidden states. Logits and sampling are outside: their shapes vary
 with what requests ask for, and they are few kernels.

@@ -1,7 +1,7 @@
 """The newest token of every running sequence, on the device.
 
-A step can be launched before the host has seen what the one before it has sampled: the sampled tokens are written here
-without leaving the device, and stand in for ids that the host does not know yet.
+A step can be launched before the host has seen the tokens sampled by the step before. The sampled tokens are written
+here without leaving the device, and stand in for ids that the host does not know yet.
 
     step N     sample ── put ──▶ tokens[slot]
     step N+1   input_ids  7 -1 -1        slots 2 0 5      -1: not known on the host

@@ -56,8 +56,8 @@ def draw(scores: torch.Tensor, sampling: Sequence[SamplingParams], uniforms: Seq
 def uniform(seed: int, position: int) -> float:
     """Return the random number in [0, 1) of a sequence at `position`.
 
-    SplitMix64 (Steele, Lea and Flood, 2014), a generator whose n-th number is a function of n: nothing has to be
-    remembered, so another instance goes on with the same draws. 52 bits, so that uniform * total < total always.
+    SplitMix64 (Steele, Lea and Flood, 2014): the n-th number is a function of n. No state has to be remembered, and
+    another instance goes on with the same draws. 52 bits, so that uniform * total < total always.
     """
     start = _mix(seed & _MASK)
     return (_mix((start + (position + 1) * _GAMMA) & _MASK) >> 12) * 2.0**-52

@@ -93,11 +93,10 @@ class PieceTokenizer:
 class GrammarCompiler:
     """Compile grammars for a model's tokenizer.
 
-    What a hostile grammar can cost is bounded: its text by MAX_TEXT_BYTES, the depth to which its rules refer to each
-    other by the stack that they have for it (`call_deep`), and by llguidance its nesting, its size
-    (500,000 symbols), the building of its lexer (about 20 ms), the work of each step (under 0.1 s at worst) and the
-    states of its lexer, which hold memory (50,000, about 20 MB). A grammar over a limit is refused; where one is hit
-    only while generating, the request fails.
+    The cost of a hostile grammar is bounded. MAX_TEXT_BYTES limits its text, and the stack of `call_deep` the depth of
+    references between rules. llguidance limits nesting, size (500,000 symbols), the building of the lexer (about
+    20 ms), the work of each step (under 0.1 s at worst) and the lexer's states in memory (50,000, about 20 MB).
+    A grammar over a limit is refused. A limit reached only while generating ends the request with an error.
     """
 
     def __init__(self, info: ModelInfo, vocab_size: int) -> None:

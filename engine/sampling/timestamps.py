@@ -10,8 +10,8 @@ from common.sampling_params import TimestampRules
 def apply_timestamp_rules(row: torch.Tensor, generated: list[int], rules: TimestampRules, eos_token_id: int) -> None:
     """Forbid impossible successors of `generated`, the tokens after the forced prefix, in row [vocab_size], in place.
 
-    Timestamps come in pairs (an end, then a start), except before the end of the text; they never go back; the first
-    token is one of them; and where all of them together are likelier than the likeliest text token, it is one of them.
+    Timestamps come in pairs (an end, then a start), except before the end of the text, and never go back. The first
+    token is a timestamp. Where all timestamps together are likelier than the likeliest text token, the next is one.
     """
     first = rules.first_token_id
     row[rules.no_timestamps_token_id] = -torch.inf

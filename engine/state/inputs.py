@@ -112,8 +112,8 @@ class InputBuffers:
     ) -> None:
         """Update all rows of a step. Rows with a single new token, usual for decodes, are written together.
 
-        A token that is not known yet (below 0) stays so in the table after it has become known: it is read in the step
-        right behind, and again only after `acquire_slots`, which writes the whole row anew.
+        An unknown token (below 0) stays below 0 in the table after it has become known. It is read in the step right
+        behind, and again only after `acquire_slots`, which writes the whole row anew.
         """
         count = len(slots)
         rows, lengths = np.array(slots, np.int64), np.fromiter(map(len, token_ids), np.int64, count)

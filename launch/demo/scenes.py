@@ -1,10 +1,10 @@
 """Synthetic images: a sign with a short text on a coloured shape, among circles and other shapes.
 
-`render` draws one picture and gives the right answers to the questions about it. Only Pillow and NumPy are needed.
+`render` draws one image and gives the right answers to the questions about it. Only Pillow and NumPy are needed.
 
 Two things are held out of the training split: every text whose MD5 ends on a multiple of ten (`is_held_out`), and
 the colour-shape pairs in `HELD_OUT_PAIRS`. The test split shows held-out texts only, and a held-out pair in about
-every fourth picture.
+every fourth image.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ BACKGROUNDS: tuple[Rgb, ...] = (
     (150, 130, 110),
 )
 SIZES = ((84, 56), (112, 56), (84, 84), (112, 84), (140, 84), (112, 112), (140, 112), (168, 112), (168, 140))
-"""Width and height; multiples of 28, so a picture takes width * height / 784 tokens."""
+"""Width and height; multiples of 28, so an image takes width * height / 784 tokens."""
 
 MAX_CIRCLES = 5
 MIN_TYPE, MAX_TYPE = 14, 28
@@ -116,7 +116,7 @@ FACES = find_faces()
 
 @dataclass(frozen=True)
 class Scene:
-    """A picture, the right answers by question kind, and where things are (for the training's per-patch labels)."""
+    """An image, the right answers by question kind, and where things are (for the training's per-patch labels)."""
 
     image: Image.Image
     answers: dict[str, str]
@@ -200,7 +200,7 @@ def draw_text(
 
 
 def add_noise(rng: random.Random, image: Image.Image) -> Image.Image:
-    """The picture with a little noise in every value."""
+    """The image with a little noise in every value."""
     pixels = np.asarray(image).astype(np.int16)
     noise = np.random.default_rng(rng.getrandbits(32)).integers(-8, 9, pixels.shape)
     return Image.fromarray(np.clip(pixels + noise, 0, 255).astype(np.uint8))
@@ -215,7 +215,7 @@ def render(
     max_others: int = 2,
     max_type: int = MAX_TYPE,
 ) -> Scene:
-    """Draw a picture of a size (width, height) with a sign of the split, in type of 14 px to `max_type`."""
+    """Draw an image of a size (width, height) with a sign of the split, in type of 14 px to `max_type`."""
     image = _background(rng, size)
     colour, shape = _pick_pair(rng, split)
     text, kind, sign = _fit_sign(rng, size, (colour, shape), split, faces, max_type)

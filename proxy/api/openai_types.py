@@ -43,13 +43,13 @@ MAX_MESSAGES: Final = 2**14
 R = TypeVar("R", bound=BaseModel)
 
 
-async def parse(model: type[R], exchange: RequestContext) -> R:
+async def parse(model: type[R], context: RequestContext) -> R:
     """Return the body of a request as `model`.
 
     Raises TriptychError("invalid_request") naming the wrong field, and as `RequestContext.stream` does.
     """
     body = bytearray()
-    async for chunk in exchange.stream():
+    async for chunk in context.stream():
         body += chunk
     try:
         if len(body) > _OFF_LOOP_BYTES:
@@ -57,7 +57,7 @@ async def parse(model: type[R], exchange: RequestContext) -> R:
             if num_values > MAX_VALUES:
                 message = f"the body has {num_values} commas, at most {MAX_VALUES} are allowed"
                 raise TriptychError("item_too_large", message)
-            exchange.held.reserve(_VALUE_BYTES * num_values)
+            context.held.reserve(_VALUE_BYTES * num_values)
             return await asyncio.to_thread(model.model_validate_json, body)
         return model.model_validate_json(body)
     except ValidationError as error:

@@ -31,13 +31,13 @@ def check_number(body: CompletionRequest) -> None:
         raise invalid(message, "n" if body.best_of is None else "best_of")
 
 
-async def make_jobs(service: Service, exchange: RequestContext, body: CompletionRequest) -> list[Job]:
+async def make_jobs(service: Service, context: RequestContext, body: CompletionRequest) -> list[Job]:
     """Return a job per prompt. Raises TriptychError("invalid_request") naming a field that the model cannot take."""
     info, prompts = service.info, body.prompts
     if service.transcribes:
         message = f"{service.model_name} needs audio: use /v1/audio/transcriptions or /v1/chat/completions"
         raise invalid(message, "model")
-    parts = [exchange.id] if len(prompts) == 1 else [part_id(exchange.id, index) for index in range(len(prompts))]
+    parts = [context.id] if len(prompts) == 1 else [part_id(context.id, index) for index in range(len(prompts))]
     if not info.is_encoder_decoder:
         if body.decoder_prompt is not None or body.encoder_prompt is not None:
             field = "decoder_prompt" if body.decoder_prompt is not None else "encoder_prompt"

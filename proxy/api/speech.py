@@ -68,7 +68,7 @@ class Speech:
     """Transcription of a recording. After the end of `deltas`, all other results are complete."""
 
     _service: Service
-    _exchange: RequestContext
+    _context: RequestContext
     _tickets: RequestTickets
     _item: MediaItem
     _sampling: SamplingParams
@@ -115,16 +115,16 @@ class Speech:
         Raises TriptychError as AudioWindows.split and JobRunner do.
         """
         with ExitStack() as held:
-            self._exchange.held.reserve(len(self._item.data))
+            self._context.held.reserve(len(self._item.data))
             path = held.enter_context(shared(self._item.data))
             window_s = float(self._service.info.preprocessor.get("chunk_length", 30))
             windows = await self._service.recordings.split(path, window_s, self._item.param)
             if len(windows) == 1:
                 held.close()  # the recording goes to the encoder unchanged
-                self._exchange.held.release(len(self._item.data))
+                self._context.held.release(len(self._item.data))
             else:
                 largest = sorted(window.size_bytes for window in windows)[-PARALLEL_WINDOWS:]
-                self._exchange.held.reserve(sum(largest))
+                self._context.held.reserve(sum(largest))
             async with aclosing(self._heard(windows, path)) as heard:
                 async for delta in heard:
                     yield delta
@@ -197,14 +197,14 @@ class Speech:
             # prompt, else the first generated token.
             is_generated = prompt_ids[-1] == whisper_prompt.start_token_id(info)
             fields |= {"logprobs": MAX_LOGPROBS} if is_generated else {"logprobs": 0, "prompt_logprobs": MAX_LOGPROBS}
-        item, request_id = self._item, self._exchange.id
+        item, request_id = self._item, self._context.id
         if len(self._windows) > 1:
             part = await self._service.recordings.cut(path, window, item.param)
             item = await asyncio.to_thread(MediaItem.of, "audio", part, item.param)
             request_id = part_id(request_id, index)
         sampling = msgspec.structs.replace(self._sampling, **fields)
         job = Job(request_id, prompt_ids, sampling, make_slots([item], None), [item], options.priority)
-        return self._service.generate(job, self._exchange, ticket)
+        return self._service.generate(job, self._context, ticket)
 
     def _no_speech_prob(self, generation: TextStream) -> float | None:
         """Return the probability of silence; 0 outside of the likeliest MAX_LOGPROBS tokens."""

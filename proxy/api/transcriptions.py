@@ -94,18 +94,18 @@ class TranscriptionForm(BaseModel):
 
 
 async def transcriptions(
-    service: Service, exchange: RequestContext, task: Task = "transcribe"
+    service: Service, context: RequestContext, task: Task = "transcribe"
 ) -> AsyncGenerator[Payload]:
     """Answer with the text of a recording: JSON, plain text, JSON with segments, subtitles, or a stream."""
     service.check_lines("media")
-    form, data = await _read_form(exchange)
+    form, data = await _read_form(context)
     service.check_model(form.model)
     if not service.transcribes:
         if service.info.media_kind == "audio":
             raise invalid(f"{service.model_name} is no speech model: send clips with /v1/chat/completions", "model")
         raise invalid(f"{service.model_name} does not take audio", "file")
     form.check()
-    tickets = service.join_line(exchange, "media")
+    tickets = service.join_line(context, "media")
     item = await service.intake.of_bytes("audio", data, "file")
     options = SpeechOptions(
         language=form.language or None,
@@ -116,7 +116,7 @@ async def transcriptions(
         token_limit=form.max_completion_tokens,
         priority=form.priority,
     )
-    speech = Speech(service, exchange, tickets, item, form.sampling(service.max_model_len), options)
+    speech = Speech(service, context, tickets, item, form.sampling(service.max_model_len), options)
     async with aclosing(speech.deltas()) as deltas:
         async for delta in deltas:
             if form.stream and delta.text:
@@ -128,17 +128,17 @@ async def transcriptions(
         yield _answer(service, form, speech, task)
 
 
-async def _read_form(exchange: RequestContext) -> tuple[TranscriptionForm, bytes]:
+async def _read_form(context: RequestContext) -> tuple[TranscriptionForm, bytes]:
     """Return the form and the bytes of the file, in memory: a proxy may have no writable disk."""
-    text = exchange.request.headers.get("content-type", "")
+    text = context.request.headers.get("content-type", "")
     media_type, options = parse_options_header(text)
     if media_type != b"multipart/form-data":
         raise invalid(f"the body must be multipart/form-data, not {text or 'without a content type'}")
     charset = options.get(b"charset", b"utf-8").decode("latin-1")
     if charset.lower() not in _CHARSETS:
         raise invalid(f"the form must be UTF-8, not of the charset {charset!r}")
-    parser = MultiPartParser(exchange.request.headers, exchange.stream(), max_files=1, max_fields=_MAX_FIELDS)
-    parser.spool_max_size = exchange.max_body_bytes
+    parser = MultiPartParser(context.request.headers, context.stream(), max_files=1, max_fields=_MAX_FIELDS)
+    parser.spool_max_size = context.max_body_bytes
     try:
         raw = await parser.parse()
     except MultiPartException as error:
@@ -147,11 +147,11 @@ async def _read_form(exchange: RequestContext) -> tuple[TranscriptionForm, bytes
         file = raw.get("file")
         if not isinstance(file, UploadFile):
             raise invalid("the form has no file", "file")
-        exchange.held.reserve(file.size or 0)
+        context.held.reserve(file.size or 0)
         form, data = _validate(raw), await file.read()
     finally:
         await raw.close()
-    exchange.held.release(len(data))  # the parser's copy; the body's reservation stays for file and fields
+    context.held.release(len(data))  # the parser's copy; the body's reservation stays for file and fields
     return form, data
 
 

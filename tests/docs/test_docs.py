@@ -62,3 +62,14 @@ def test_commands_in_documents_exist(page: Path) -> None:
                 assert words[1] in commands, line
             if words[:1] == ["make"] and len(words) > 1 and "=" not in words[1]:
                 assert words[1] in targets, line
+
+
+def test_messages_of_the_errors_page_exist() -> None:
+    """Every message at start is found in the product's source, piece by piece between its values."""
+    page = (ROOT / "docs" / "reference" / "errors.md").read_text()
+    messages = re.findall(r"^\| `([^`]+)`", page.partition("## At start")[2].partition("## In logs")[0], re.MULTILINE)
+    source = "".join(path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    assert len(messages) > 20
+    for message in messages:
+        for piece in message.split("…"):
+            assert piece in source, message

@@ -11,9 +11,9 @@ tensor again, learns the number of the awaited chunk, and sends that chunk again
 repeated, and may have been executed before: so each chunk has a key of its own, and a tensor announced twice is
 received once.
 
-All keys (see wire) are a lease, which ends unless the sender renews it: no death leaves anything. A sender whose lease
-ended too early, because sender or broker stood still or the broker was emptied, begins a new lease and goes on at the
-receiver's chunk; after a longer absence the receiver has abandoned the tensor.
+All keys (see wire) are a lease, which ends unless the sender renews it: no death leaves anything. A lease ends
+too early where sender or broker stood still, or the broker was emptied. Then the sender begins a new lease and goes on
+at the receiver's chunk. After a longer absence the receiver has abandoned the tensor.
 """
 
 from __future__ import annotations

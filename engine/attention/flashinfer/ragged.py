@@ -17,7 +17,7 @@ from engine.attention.torch_backend import TorchBackend
 from engine.state.spec import HeadSpec, PositionBias
 
 KEPT_PLANS: Final = 2
-"""For each kind of call: layers of Qwen2.5-VL look at windows, and every eighth at whole pictures."""
+"""For each kind of call: layers of Qwen2.5-VL look at windows, and every eighth at whole images."""
 
 
 class FlashInferRagged:

@@ -1,13 +1,13 @@
 """FlashInfer's wrappers (Ye et al., 2025), each with the batch of its plan.
 
 A wrapper is planned on the host for one batch, and then runs for every layer. Planning writes into a pinned buffer of
-the wrapper's own, from which it is copied to the device in the order of the stream: an event behind each plan keeps the
-next one from overwriting what is not copied yet. By then the step before has been launched, and this copy stands at its
+the wrapper's own, copied to the device in the order of the stream. An event behind each plan keeps the next plan from
+overwriting a buffer that is not copied yet. By then the step before has been launched, and this copy stands at its
 beginning, so that nobody waits for long for it.
 
 What we give a plan is pinned, and so are lengths that it would work out itself. Two things are FlashInfer's own. A plan
 of decodes outside of CUDA graphs copies 0, 1, 2 … from pageable memory, which may wait for the stream and with it for
-the step before: steps with prompts and decodes do, and all decodes where nothing is recorded. And plans for tensor
+the step before. Steps with prompts and decodes do, and all decodes where nothing is recorded. And plans for tensor
 cores find the longest request one element of a tensor after the other (microseconds for each request).
 
 FA2 is asked for everywhere: what `auto` takes on Hopper is a second set of kernels that differs from it in rounding,
