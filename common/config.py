@@ -120,6 +120,13 @@ class EngineConfig(BaseModel):
     max_num_batched_tokens: int = _setting(
         1024, "Token budget of one step, prefill and decode together.", "Engine", ge=1
     )
+    itl_objective_ms: float | None = _setting(
+        None,
+        "Longest step with decoding requests, in ms: prompts beside them are cut into chunks of 16 tokens or more.",
+        "Engine",
+        shown="no limit",
+        gt=0,
+    )
     async_scheduling: bool | None = _setting(
         None, "Launch a step before the tokens of the last step are known.", "Engine", shown="on CUDA"
     )

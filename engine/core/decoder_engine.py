@@ -79,6 +79,7 @@ class DecoderEngine:
             self.runner.max_model_len,
             config.max_num_batched_tokens,
             config.preemption,
+            None if config.itl_objective_ms is None else config.itl_objective_ms / 1e3,
         )
         self.input_receiver = InputReceiver(self.state, self.cache, expectation.inputs, self.coverage, lease_s)
         self.sampler = Sampler(info, self.runner.spec.vocab_size)

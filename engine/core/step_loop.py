@@ -78,6 +78,7 @@ class StepLoop:
         self.in_flight: TokensInFlight | None = None
         """Tokens of a launched step that are not known yet."""
         self.last_step_tokens = 0
+        self._launched: ScheduledStep | None = None  # whose tokens are in flight
         self.counters = {"steps": 0, "steps_ahead": 0, "surplus_tokens": 0, "recomputed_tokens": 0}
         self.counters |= {"requests_failed": 0}
 
@@ -86,12 +87,19 @@ class StepLoop:
 
         Returns whether there may be more to do even if nothing comes.
         """
-        was_in_flight = self.in_flight is not None
+        began_s, was_in_flight = time.perf_counter(), self.in_flight is not None
         step = self._step_ahead() if self._ahead else self._step()
         again = True if was_in_flight and not step.sequences else self._make_room(step)
         self.end(*self._kv_exporter.report(step))
         self.last_step_tokens = sum(step.num_tokens)
+        self._observe(step, time.perf_counter() - began_s)
         return again
+
+    def _observe(self, step: ScheduledStep, seconds: float) -> None:
+        """Tell the pace how long a step took: the last launched step, if this turn has only waited for that one."""
+        ended, self._launched = (step, None) if self.in_flight is None else (self._launched, step)
+        if ended is not None and ended.sequences:
+            self._scheduler.pace.observe(ended, seconds)
 
     # --- the two loops
 

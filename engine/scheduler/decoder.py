@@ -1,8 +1,9 @@
 """The decoder's scheduler: chooses the tokens of the next step.
 
-Running requests first, then waiting ones, by priority and arrival, under one token budget. Prefill and decode are the
-same thing here: a sequence wants the tokens between `num_computed_tokens` and what can be computed now, in chunks
-(Sarathi-Serve, Agrawal et al., 2024). A prompt stops at its first missing input and goes on when that has come.
+Requests that want their next token first, then prompts: those of running requests, then of waiting ones, by priority
+and arrival, under one token budget and within the pace (see pace). A sequence wants the tokens between
+`num_computed_tokens` and what can be computed now, in chunks (Sarathi-Serve, Agrawal et al., 2024). A prompt stops at
+its first missing input and goes on when that has come.
 When blocks run out, the request that comes last gives up its own: they move to the host (swap), or are computed
 again later (recompute).
 """
@@ -15,6 +16,7 @@ from collections import deque
 from common.config import PreemptionPolicy
 from engine.cache.block_manager import BlockManager
 from engine.scheduler.capacity import CacheLookup, Capacity
+from engine.scheduler.pace import PrefillPace
 from engine.state.inputs import InputBuffers, ScheduledStep
 from engine.state.request import InputState, Request, Sequence
 
@@ -43,12 +45,14 @@ class DecoderScheduler:
         max_model_len: int,
         token_budget: int,
         preemption: PreemptionPolicy = "auto",
+        itl_objective_s: float | None = None,
     ) -> None:
         self.blocks = blocks
         self.coverage = coverage
         self._slots = slots
         self.token_budget = token_budget
         self.preemption = preemption
+        self.pace = PrefillPace(itl_objective_s)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.reserved: list[Request] = []
@@ -113,17 +117,26 @@ class DecoderScheduler:
     def schedule(self) -> ScheduledStep:
         """Return the next step, with blocks allocated; empty if no request can run."""
         chosen: Chosen = {}
-        budget, preemptions = self.token_budget, self.counters["preemptions"]
-        for request in sorted(self.running, key=lambda request: request.order):
+        preemptions = self.counters["preemptions"]
+        for request in sorted(self.running, key=lambda request: (request.is_prefilling, request.order)):
             if self.held_back:
                 break  # nobody who comes later may take what it needs
             if request in self.running:
-                self._continue(request, chosen, budget)
-            budget = self.token_budget - _num_chosen(chosen)
+                self._continue(request, chosen, self._budget(request, chosen))
         settled = self.counters["preemptions"] == preemptions and not self.held_back
-        admitted = self._admit(chosen, budget) if settled else []
+        admitted = self._admit(chosen) if settled else []
         batch = sorted((pair for pairs in chosen.values() for pair in pairs), key=lambda pair: pair[1] != 1)
         return ScheduledStep([s for s, _ in batch], [n for _, n in batch], admitted)
+
+    def _budget(self, request: Request, chosen: Chosen) -> int:
+        """Return the tokens that a request may take beside the chosen tokens: a prompt no more than the pace allows."""
+        counts = [count for pairs in chosen.values() for _, count in pairs]
+        left = self.token_budget - sum(counts)
+        if request.is_prefilled_here or not (request.is_prefilling or request not in self.running):
+            return left
+        num_decodes = counts.count(1)
+        limit = self.pace.limit(num_decodes, request.sequences[0].num_computed_tokens)
+        return left if limit is None else min(left, limit - (sum(counts) - num_decodes))
 
     # --- running requests
 
@@ -181,12 +194,13 @@ class DecoderScheduler:
 
     # --- waiting requests
 
-    def _admit(self, chosen: Chosen, budget: int) -> list[Request]:
+    def _admit(self, chosen: Chosen) -> list[Request]:
         """Start waiting requests. A request with complete inputs goes before requests with missing inputs."""
         admitted = []
         line, first = list(self.waiting), self._first
         self._first = None
         for request in sorted(line, key=lambda one: one is not first) if first is not None else line:
+            budget = self._budget(request, chosen)
             if budget <= 0 or self.held_back or self._is_behind_the_line(request):
                 break
             wanted = self._first_chunk(request, budget)
@@ -204,7 +218,6 @@ class DecoderScheduler:
                 self._begin(request, wanted)
             self._continue(request, chosen, budget)
             admitted.append(request)
-            budget = self.token_budget - _num_chosen(chosen)
         return [request for request in admitted if request in self.running]
 
     def _begin(self, request: Request, wanted: int) -> None:
@@ -375,7 +388,3 @@ class DecoderScheduler:
             if self.capacity.holds_the_line(request):
                 return False
         return False
-
-
-def _num_chosen(chosen: Chosen) -> int:
-    return sum(count for pairs in chosen.values() for _, count in pairs)

@@ -314,6 +314,11 @@ class Request:
         return self.num_computable_tokens(sequence) - sequence.num_computed_tokens
 
     @property
+    def is_prefilling(self) -> bool:
+        """Whether a running request has more than the next token of a sequence to compute now."""
+        return any(self.num_remaining(sequence) > 1 for sequence in self.sequences)
+
+    @property
     def next_missing_input(self) -> RequestInput | None:
         return next((item for item in self.inputs if not item.usable), None)
 

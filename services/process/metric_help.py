@@ -27,6 +27,7 @@ HELP: Final[dict[str, str]] = {
     "layers_fallback": "1 where PyTorch computes a decoder's small layers on a GPU because our kernels do not run.",
     "cross_plans_reused_total": "Plans of cross-attention that served another step, because the batch stayed the same.",
     "surplus_tokens_total": "Tokens computed for sequences that had ended by then: what running ahead costs.",
+    "prefill_limit_tokens": "Prompt tokens that the last step beside decoding requests might compute; 0 before any.",
     "last_step_tokens": "Tokens in the last forward pass, prefill and decode together.",
     "prompt_tokens_total": "Prompt tokens of requests that have begun to generate, media included.",
     "generated_tokens_total": "Tokens generated.",

@@ -8,6 +8,7 @@ import pytest
 
 from common.messages import Failed, Tokens
 from common.model_info import ModelInfo
+from engine.scheduler.pace import MIN_TOKENS
 from tests.engine.driving import Driver, Job, greedy, make_engine, run, sampled, text, text_tokens
 
 
@@ -90,13 +91,14 @@ def test_a_stream_of_short_requests_starves_no_long_one(
     assert driver.engine.stats()["requests_waiting"] > 0  # the stream has not dried up
 
 
-def test_a_stream_of_long_prompts_does_not_stop_those_that_decode(tiny_llama: ModelInfo) -> None:
-    """Running requests come first: every step gives each of them a token, whatever is prefilled beside them."""
+@pytest.mark.parametrize("priority", [0, -1], ids=["of equals", "of more urgent requests"])
+def test_a_stream_of_long_prompts_does_not_stop_those_that_decode(tiny_llama: ModelInfo, priority: int) -> None:
+    """Next tokens come first: every step gives each stream a token, whatever is prefilled beside them."""
     driver = Driver(make_engine(tiny_llama, max_num_batched_tokens=16), watch=False)
     driver.add(text("steady", 5, greedy(30)))
     driver.step()
     for step in range(29):
-        driver.add(text(f"prompt {step}", 50, greedy(1)))
+        driver.add(text(f"prompt {step}", 50, greedy(1), priority=priority))
         events = driver.step()
         assert "steady" in [event.request_id for event in events if isinstance(event, Tokens)]
         assert driver.engine.stats()["last_step_tokens"] <= 16
@@ -121,6 +123,26 @@ def test_what_can_never_fit_the_pool_is_refused_at_once(tiny_llama: ModelInfo, p
     assert "the whole pool holds 32" in failure.message
     driver.finish()
     assert set(ended(driver)) == {"neighbour", "fits"}
+
+
+def test_prompts_beside_streams_are_computed_in_chunks_within_the_objective(tiny_llama: ModelInfo) -> None:
+    """Alone a prompt takes one step; beside a stream as many as the objective, here an impossible one, demands."""
+    jobs = [text("steady", 5, greedy(30)), text("prompt", 80, greedy(1))]
+    expected = run(make_engine(tiny_llama), jobs, watch=False).tokens
+    driver = Driver(make_engine(tiny_llama, itl_objective_ms=1e-6), watch=False)
+    driver.add(text("alone", 80, greedy(1)))
+    driver.step()
+    assert driver.engine.stats()["last_step_tokens"] == 80
+    driver.add(jobs[0])
+    driver.step_to_token(2, "steady")
+    driver.add(jobs[1])
+    sizes = []
+    while "prompt" not in ended(driver):
+        driver.step()
+        sizes.append(driver.engine.stats()["last_step_tokens"])
+    assert sizes == [MIN_TOKENS + 1] * (80 // MIN_TOKENS)
+    driver.finish()
+    assert {key: driver.tokens[key] for key in expected} == expected
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,85 @@
+"""The pace of steps: how many prompt tokens a step may compute beside the next tokens of decoding requests.
+
+    time of a step  =  time of the decoding rows  +  prompt tokens * time of one in their context
+
+Both times are learned from the steps that ran, on any device: means by powers of two, of rows and of context. A step
+with too many prompt tokens holds up every stream of the engine. With an objective, prompts get the time that is left
+(stall-free batching, Sarathi-Serve, Agrawal et al., 2024, there with a fixed budget of tokens).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from engine.state.inputs import ScheduledStep
+
+MIN_TOKENS: Final = 16
+"""Prompt tokens of a step at least, whatever the objective: prompts come to their end."""
+_NEWEST: Final = 0.2
+"""Weight of the newest time in a mean."""
+_OUTLIER: Final = 4.0
+"""A time of more than so many means counts as this: a stall of the machine says nothing about steps."""
+
+
+class PrefillPace:
+    """Learns how long steps take, and limits the prompt tokens of the next step."""
+
+    def __init__(self, objective_s: float | None) -> None:
+        """`objective_s` is the longest time of a step with decoding requests; None: prompts have no limit."""
+        self._objective_s = objective_s
+        self._rows_s = _Means()
+        self._token_s = _Means()
+        self.last_limit = 0
+        """Limit of the last step that had one, in tokens."""
+
+    def limit(self, num_decodes: int, context: int) -> int | None:
+        """Return the number of prompt tokens beside `num_decodes` rows, the first prompt token at position `context`.
+
+        None: no limit, as there is no objective, nothing decodes, or nothing is known yet.
+        """
+        rows_s, token_s = self._rows_s.at(num_decodes), self._token_s.at(context)
+        if self._objective_s is None or not num_decodes or rows_s is None or token_s is None:
+            return None
+        self.last_limit = max(MIN_TOKENS, int((self._objective_s - rows_s) / token_s))
+        return self.last_limit
+
+    def observe(self, step: ScheduledStep, seconds: float) -> None:
+        """Learn from a step that took `seconds`, after its tokens are counted as computed."""
+        rows = step.num_decodes
+        tokens = sum(step.num_tokens) - rows
+        if not tokens:
+            self._rows_s.add(rows, seconds)
+            return
+        prompts = zip(step.sequences[rows:], step.num_tokens[rows:], strict=True)
+        context = max(sequence.num_computed_tokens - count for sequence, count in prompts)
+        token_s = self._token_s.at(context)
+        if not rows:
+            if token_s is None:
+                self._token_s.add(context, seconds / tokens)
+            return
+        rows_s = self._rows_s.at(rows)
+        if rows_s is None or token_s is None:
+            return
+        # Where every step has prompts, no step shows the rows alone: both parts share the error of the sum.
+        error = seconds / (rows_s + tokens * token_s)
+        self._rows_s.add(rows, error * rows_s)
+        self._token_s.add(context, error * token_s)
+
+
+class _Means:
+    """Running means of times, by the power of two of a size."""
+
+    def __init__(self) -> None:
+        self._means: dict[int, float] = {}
+
+    def at(self, size: int) -> float | None:
+        """Return the mean for `size`, else the mean for the nearest size; None before the first time."""
+        key = size.bit_length()
+        if key in self._means or not self._means:
+            return self._means.get(key)
+        return self._means[min(self._means, key=lambda other: abs(other - key))]
+
+    def add(self, size: int, seconds: float) -> None:
+        key = size.bit_length()
+        mean = self._means.get(key)
+        self._means[key] = seconds if mean is None else mean + _NEWEST * (min(seconds, _OUTLIER * mean) - mean)

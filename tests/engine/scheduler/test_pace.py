@@ -1,0 +1,109 @@
+"""The pace of steps: learned from their times, so that prompts leave room for the next tokens of others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.scheduler.pace import MIN_TOKENS, PrefillPace
+from engine.state.inputs import ScheduledStep
+
+
+@dataclass
+class Device:
+    """Takes a fixed time for a step, some for each row, and some for each prompt token."""
+
+    fixed_s: float = 0.004
+    row_s: float = 0.001
+    token_s: float = 0.0002
+
+    def step_s(self, rows: int, tokens: int) -> float:
+        return self.fixed_s + rows * self.row_s + tokens * self.token_s
+
+    def run(self, pace: PrefillPace, rows: int, tokens: int, context: int = 0) -> float:
+        counts = [1] * rows + ([tokens] if tokens else [])
+        sequences: list[Any] = [SimpleNamespace(num_computed_tokens=context + count) for count in counts]
+        seconds = self.step_s(rows, tokens)
+        pace.observe(ScheduledStep(sequences, counts, []), seconds)
+        return seconds
+
+
+OBJECTIVE_S = 0.1
+
+
+def test_without_an_objective_nothing_is_limited() -> None:
+    pace, device = PrefillPace(None), Device()
+    device.run(pace, 0, 512)
+    device.run(pace, 4, 0)
+    assert pace.limit(4, 0) is None
+
+
+def test_nothing_is_limited_while_nothing_decodes_or_nothing_is_known() -> None:
+    pace, device = PrefillPace(OBJECTIVE_S), Device()
+    assert pace.limit(4, 0) is None
+    device.run(pace, 0, 512)
+    assert pace.limit(4, 0) is None
+    device.run(pace, 4, 0)
+    assert pace.limit(0, 0) is None
+    assert pace.limit(4, 0) is not None
+
+
+@given(
+    device=st.builds(Device, st.floats(0.001, 0.02), st.floats(1e-5, 1e-3), st.floats(1e-5, 1e-3)),
+    rows=st.integers(1, 64),
+    context=st.integers(0, 4000),
+    share=st.floats(1.2, 8),
+)
+def test_steps_with_prompts_keep_to_the_objective_and_use_it(
+    device: Device, rows: int, context: int, share: float
+) -> None:
+    """The time of a step is within a tenth of the objective, or the least that gets prompts to their end."""
+    objective_s = share * device.step_s(rows, 0)
+    pace = PrefillPace(objective_s)
+    device.run(pace, 0, 512, context)
+    for _ in range(3):
+        device.run(pace, rows, 0)
+    for _ in range(60):
+        limit = pace.limit(rows, context)
+        assert limit is not None
+        seconds = device.run(pace, rows, limit, context)
+        device.run(pace, rows, 0)
+    assert limit == MIN_TOKENS or seconds <= 1.1 * objective_s
+    assert seconds + device.token_s >= 0.9 * objective_s
+
+
+def test_a_machine_that_becomes_slower_is_noticed_though_every_step_has_prompts() -> None:
+    """Else prompts would get too much for ever."""
+    pace, device = PrefillPace(OBJECTIVE_S), Device()
+    device.run(pace, 0, 512)
+    device.run(pace, 4, 0)
+    before = pace.limit(4, 0)
+    assert device.step_s(4, before or 0) == pytest.approx(OBJECTIVE_S, rel=0.1)
+    slow = Device(3 * device.fixed_s, 3 * device.row_s, 3 * device.token_s)
+    for _ in range(100):
+        slow.run(pace, 4, pace.limit(4, 0) or 0)
+    assert slow.step_s(4, pace.limit(4, 0) or 0) == pytest.approx(OBJECTIVE_S, rel=0.1)
+
+
+def test_a_single_stall_changes_little() -> None:
+    pace, device = PrefillPace(OBJECTIVE_S), Device()
+    device.run(pace, 0, 512)
+    for _ in range(10):
+        device.run(pace, 4, 0)
+    before = pace.limit(4, 0)
+    Device(fixed_s=5.0).run(pace, 4, 0)
+    for _ in range(20):
+        device.run(pace, 4, 0)
+    assert pace.limit(4, 0) == pytest.approx(before, rel=0.05)
+
+
+def test_sizes_that_never_ran_count_as_the_nearest() -> None:
+    pace, device = PrefillPace(OBJECTIVE_S), Device()
+    device.run(pace, 0, 512)
+    device.run(pace, 4, 0)
+    assert pace.limit(5, 0) == pace.limit(7, 3000) == pace.limit(4, 0)
