@@ -6,15 +6,16 @@ The only definition of the settings: `launch.cli.options` derives flags and help
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Union, cast, get_args, get_origin
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, field_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -25,6 +26,7 @@ from pydantic_settings import (
 
 ENV_PREFIX: Final = "TRIPTYCH_"
 DEFAULT_FILE: Final = "triptych.toml"
+_SECRETS: Final = ("api_key", "cluster_key", "broker")
 _NAME: Final = re.compile("[A-Za-z0-9_.-]+")
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -320,6 +322,32 @@ def describe_settings(model: type[BaseModel] = Settings, prefix: str = "") -> It
         yield SettingInfo(
             prefix + name, kind, default, field.description or "", extra["panel"], extra["metavar"] or metavar
         )
+
+
+def explain(error: ValidationError, model: type[BaseModel], given: Container[str]) -> str:
+    """Name all wrong values of a `model` in a single line: name, value, rule.
+
+    Names not in `given` are from the environment or the file.
+    """
+    found = []
+    for detail in error.errors():
+        name = ".".join(str(part) for part in detail["loc"])
+        if detail["type"] == "extra_forbidden":
+            siblings = (EngineConfig if "." in name else model).model_fields
+            where = "" if name in given else f" in {os.environ.get(ENV_PREFIX + 'CONFIG', DEFAULT_FILE)}"
+            found.append(f"unknown setting {name!r}{where}{closest(str(detail['loc'][-1]), siblings)}")
+        elif detail["type"] in ("byte_size", "byte_size_unit"):
+            found.append(f"{name} = {detail['input']!r} is not a size; write 512MiB, 2GiB or a number of bytes")
+        else:
+            value = "(secret)" if name in _SECRETS else repr(detail["input"])
+            found.append(f"{name} = {value}: {detail['msg'][0].lower()}{detail['msg'][1:]}")
+    return "; ".join(found)
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """Return the end of a sentence that offers the known name most like `name`; empty without such a name."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _shown(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +14,20 @@ from typing import Any, Final
 from common.errors import TriptychError
 from common.families import Family, MediaKind, find_family
 
+_SIZES: Final = re.compile(
+    r"(vocab|hidden|intermediate|patch)_size|head_dim|d_(model|ff|kv)|n(um)?_(heads|layers|positions|mel_bins)|"
+    r"num_(hidden_layers|attention_heads|key_value_heads)|(encoder|decoder)_(layers|attention_heads|ffn_dim)|"
+    r"max_((source|target)_positions|position_embeddings)|sliding_window"
+)
+_KINDS: Final[tuple[tuple[re.Pattern[str], Any, str], ...]] = (
+    (_SIZES, int, "a positive whole number"),
+    (re.compile(r"\w+_token_(id|index)"), (int, list), "a whole number"),
+    (re.compile(r"\w+_(eps|theta)"), (int, float), "a number"),
+    (re.compile(r"model_type"), str, "a string"),
+    (re.compile(r"architectures"), list, "a list"),
+    (re.compile(r"(text|vision|audio|quantization)_config|rope_(parameters|scaling)"), dict, "an object"),
+)
+"""Keys of JSON files, the types of their values, and the same in words; null is always right."""
 _END_BYTES: Final = 64 * 2**10
 _SAMPLE_BYTES: Final = 4 * 2**10
 _NUM_SAMPLES: Final = 64
@@ -221,13 +236,23 @@ class JsonObject(dict[str, Any]):
         raise TriptychError("model_not_found", f"the configuration of the model has no {key!r}", "model")
 
 
+def _checked(content: dict[str, Any]) -> JsonObject:
+    """Return an object of a JSON file. Raises ValueError naming a key of `_KINDS` with a value of another type."""
+    for key, value in content.items():
+        for keys, types, words in _KINDS:
+            wrong = not isinstance(value, types) or (keys is _SIZES and value < 1)
+            if wrong and value is not None and keys.fullmatch(key):
+                raise ValueError(f"{key} is {value!r:.80}, not {words}")
+    return JsonObject(content)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object of a JSON file, empty if the file does not exist.
 
-    Raises TriptychError("model_not_found") for a file that holds no JSON object.
+    Raises TriptychError("model_not_found") for a file that holds no JSON object, or a known key of another kind.
     """
     try:
-        content = json.loads(path.read_text(), object_hook=JsonObject) if path.is_file() else {}
+        content = json.loads(path.read_text(), object_hook=_checked) if path.is_file() else {}
     except (ValueError, OSError) as error:
         raise TriptychError("model_not_found", f"cannot read {path}: {error}", "model") from error
     if not isinstance(content, dict):

@@ -19,9 +19,10 @@ from typing import Any, cast
 
 import msgspec
 import numpy as np
+from pydantic import ValidationError
 
-from common.config import EngineConfig
-from common.errors import ErrorInfo, TriptychError
+from common.config import EngineConfig, explain
+from common.errors import ErrorInfo, TriptychError, invalid
 from common.hashing import content_hash
 from common.messages import (
     Failed,
@@ -127,13 +128,16 @@ class _Live:
 class LLM:
     """A model, offline. Options are the fields of `EngineConfig`, such as `kv_cache_bytes` or `dtype`.
 
-    Raises TriptychError where the model cannot be served.
+    Raises TriptychError where the model cannot be served, or an option is unknown or wrong.
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         self.info = load_model_info(str(model))
         # Whoever hands over a batch waits for all of it: nothing is overloaded by its size.
-        self.config = EngineConfig(**{"max_waiting": sys.maxsize, **options})
+        try:
+            self.config = EngineConfig(**{"max_waiting": sys.maxsize, **options})
+        except ValidationError as error:
+            raise invalid(explain(error, EngineConfig, options)) from error
         self.text = TextProcessor(self.info)
         # The encoder first: the decoder's pools take what is left. And in one process nobody gets lost: grants do not
         # run out, however slow the encoder is.

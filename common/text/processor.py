@@ -59,7 +59,7 @@ class TextProcessor:
     """Tokenizer and chat template of a model.
 
     Uses the `tokenizers` package directly: transformers would import torch, which the proxy does not have.
-    Raises TriptychError("model_not_found") where the folder has no tokenizer.json.
+    Raises TriptychError("model_not_found") where tokenizer.json is missing or damaged.
     """
 
     def __init__(self, info: ModelInfo) -> None:
@@ -68,7 +68,10 @@ class TextProcessor:
         if not path.is_file():
             message = f"{info.folder} has no tokenizer.json: save the model's tokenizer with its fast class first"
             raise TriptychError("model_not_found", message, "model")
-        self.tokenizer: Tokenizer = Tokenizer.from_file(str(path))
+        try:
+            self.tokenizer: Tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the package has no other kind
+            raise TriptychError("model_not_found", f"cannot read {path}: {error}", "model") from error
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self._template, self._specials = _load_chat_template(info)

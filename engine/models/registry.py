@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from engine.models.skeleton import without_memory
 
 
 def make_decoder(info: ModelInfo) -> DecoderModel:
-    """Make the decoder of a model without memory for its weights. Raises ValueError naming an unsupported feature."""
-    with without_memory():
+    """Make the decoder of a model without memory for its weights. Raises TriptychError as `load_decoder` does."""
+    with _without_faults(info), without_memory():
         model: DecoderModel = pkgutil.resolve_name(info.family.decoder)(info)
     return model
 
@@ -29,8 +30,8 @@ def load_decoder(
 ) -> tuple[DecoderModel, LoadReport]:
     """Load the decoder of a model, without encoder weights; random weights with the load format "dummy".
 
-    Raises CheckpointError where the weights do not fit the configuration, ValueError for a configuration with
-    something that is not supported (both name it).
+    Raises TriptychError("model_not_found") for a wrong or unsupported configuration, CheckpointError where the weights
+    do not fit. Both name the fault.
     """
     model = make_decoder(info)
     if load_format == "dummy":
@@ -41,14 +42,30 @@ def load_decoder(
 
 
 def make_encoder(info: ModelInfo) -> EncoderModel:
-    """Make the encoder of a model for media or texts, without memory for its weights."""
+    """Make the encoder of a model for media or texts, without memory for its weights.
+
+    Raises TriptychError as `load_encoder` does.
+    """
     # Resolved here: only encoders need transformers, which is slow to import.
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(info.folder)
     build: Callable[[Any], EncoderModel] = pkgutil.resolve_name(info.family.encoder)
-    with without_memory():
-        return build(config)
+    with _without_faults(info):
+        config = AutoConfig.from_pretrained(info.folder)
+        with without_memory():
+            return build(config)
+
+
+@contextmanager
+def _without_faults(info: ModelInfo) -> Iterator[None]:
+    """Turn an error of the block into TriptychError("model_not_found"), a sentence about config.json."""
+    try:
+        yield
+    except TriptychError:
+        raise
+    except Exception as error:  # transformers and torch raise many kinds
+        message = f"cannot make a {info.architecture} of {info.folder / 'config.json'}: {' '.join(str(error).split())}"
+        raise TriptychError("model_not_found", message, "model") from error
 
 
 def load_encoder(
@@ -56,7 +73,8 @@ def load_encoder(
 ) -> tuple[EncoderModel, LoadReport]:
     """Load the encoder of a model, without decoder weights; random weights with the load format "dummy".
 
-    Raises TriptychError("invalid_request") for a text model, CheckpointError where the weights do not fit.
+    Raises TriptychError: "invalid_request" for a text model, "model_not_found" naming a fault of the configuration.
+    Raises CheckpointError where the weights do not fit.
     """
     if info.media_kind is None:
         raise TriptychError("invalid_request", f"{info.name} is a text model: it has no encoder", "model")

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from common.errors import invalid
 from common.process import openmp
 
 if TYPE_CHECKING:
-    from pydantic import ValidationError
-
     from common.config import Settings
 
 Flags = dict[str, Any]
@@ -24,7 +21,6 @@ _NO_SETTINGS: Final = {
     *(worker + suffix for worker in _WORKERS for suffix in ("S", "_GPU", "_MEMORY_FRACTION")),
 }
 """TRIPTYCH_ variables for others: the place of triptych.toml, the supervisor's note, the Compose files, the tests."""
-_SECRETS = ("api_key", "cluster_key", "broker")
 
 
 def load_settings(flags: Flags) -> Settings:
@@ -35,7 +31,7 @@ def load_settings(flags: Flags) -> Settings:
     from pydantic import ValidationError
     from pydantic_settings import SettingsError
 
-    from common.config import Settings
+    from common.config import Settings, explain
 
     _check_variables()
     given: dict[str, Any] = {}
@@ -46,7 +42,7 @@ def load_settings(flags: Flags) -> Settings:
     try:
         return Settings(**given)
     except ValidationError as error:
-        raise invalid(_describe(error, flags)) from error
+        raise invalid(explain(error, Settings, flags)) from error
     except (SettingsError, ValueError, OSError) as error:  # unreadable JSON in the environment, TOML in the file
         raise invalid(f"cannot read the configuration: {error}") from error
 
@@ -82,38 +78,15 @@ def _text(value: Any) -> str:
 
 
 def _check_variables() -> None:
-    """Refuse misspelt variables: pydantic ignores unknown names."""
-    from common.config import ENV_PREFIX, describe_settings
+    """Refuse misspelt variables and a named file that is none: pydantic ignores both."""
+    from common.config import ENV_PREFIX, closest, describe_settings
 
     known = {setting.variable for setting in describe_settings()} | {f"{ENV_PREFIX}ENGINE"}
     given = (name.upper() for name in os.environ if name.upper().startswith(ENV_PREFIX))
     wrong = [name for name in given if name not in known and name.removeprefix(ENV_PREFIX) not in _NO_SETTINGS]
     if wrong:
-        found = (f"unknown setting {name!r} in the environment{_closest(name, known)}" for name in sorted(wrong))
+        found = (f"unknown setting {name!r} in the environment{closest(name, known)}" for name in sorted(wrong))
         raise invalid("; ".join(found))
-
-
-def _closest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def _describe(error: ValidationError, flags: Flags) -> str:
-    """Name all errors in a single line: name, value, rule."""
-    from common.config import describe_settings
-
-    found = []
-    for detail in error.errors():
-        name = ".".join(str(part) for part in detail["loc"])
-        outer = name.rpartition(".")[0]
-        if detail["type"] == "extra_forbidden":
-            siblings = [one.parameter for one in describe_settings() if one.name.rpartition(".")[0] == outer]
-            siblings += [] if outer else ["engine"]
-            where = "" if name in flags else f" in {os.environ.get('TRIPTYCH_CONFIG', 'triptych.toml')}"
-            found.append(f"unknown setting {name!r}{where}{_closest(str(detail['loc'][-1]), siblings)}")
-        elif detail["type"] in ("byte_size", "byte_size_unit"):
-            found.append(f"{name} = {detail['input']!r} is not a size; write 512MiB, 2GiB or a number of bytes")
-        else:
-            value = "(secret)" if name in _SECRETS else repr(detail["input"])
-            found.append(f"{name} = {value}: {detail['msg'][0].lower()}{detail['msg'][1:]}")
-    return "; ".join(found)
+    file = os.environ.get(f"{ENV_PREFIX}CONFIG", "")
+    if file not in ("", os.devnull) and not Path(file).is_file():
+        raise invalid(f"{ENV_PREFIX}CONFIG names {file!r}, which is not a file")

@@ -1,5 +1,9 @@
 """LLM: one request that fails takes nothing from the others."""
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 
 from common.errors import TriptychError
@@ -33,6 +37,30 @@ def run(llm: LLM, request_ids: list[str]) -> tuple[dict[str, list[int]], list[st
         except TriptychError as error:
             errors.append(error.info.code)
     return tokens, errors
+
+
+def test_an_unknown_option_is_refused_with_the_closest_name() -> None:
+    with pytest.raises(TriptychError, match=r"^unknown setting 'kv_cache_bytez'; did you mean 'kv_cache_bytes'\?$"):
+        LLM("signpost", kv_cache_bytez=3)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "said"),
+    [
+        ("text_config", {"hidden_size": "abc"}, "hidden_size is 'abc', not a positive whole number"),
+        ("text_config", {"rope_parameters": {"rope_type": "linear", "factor": "two"}}, "."),
+        ("vision_config", {"depth": "two"}, "depth"),
+    ],
+)
+def test_a_broken_configuration_is_a_sentence_that_names_the_file(
+    llm: LLM, tmp_path: Path, part: str, change: dict[str, object], said: str
+) -> None:
+    folder = Path(shutil.copytree(llm.info.folder, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, part: {**config[part], **change}}))
+    with pytest.raises(TriptychError, match=f"{folder}/config.json: .*{said}") as caught:
+        LLM(folder)
+    assert (caught.value.info.code, caught.value.info.message.count("\n")) == ("model_not_found", 0)
 
 
 def test_a_request_that_fails_leaves_its_neighbours_whole(llm: LLM) -> None:

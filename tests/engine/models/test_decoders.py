@@ -17,6 +17,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
+from common.errors import TriptychError
 from common.model_info import load_model_info
 from engine.models.config import read_text_config
 from engine.models.llama import MULTIMODAL_LAYOUT, LlamaDecoder
@@ -156,7 +157,7 @@ def test_a_model_without_cross_attention_says_so(llama: Path) -> None:
 )
 def test_what_is_not_supported_is_refused_at_load(tmp_path: Path, overrides: dict[str, Any], message: str) -> None:
     folder = tiny_models.make_llama(tmp_path / "model", **overrides)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(TriptychError, match=message):
         decoder_of(folder)
 
 

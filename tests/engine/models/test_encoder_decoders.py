@@ -243,7 +243,7 @@ def test_an_unknown_activation_is_refused_at_load(tmp_path: Path) -> None:
     folder = encdec.make_bart(tmp_path / "bart")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "activation_function": "snake"}))
-    with pytest.raises(ValueError, match="activation 'snake' is not supported; supported: gelu, "):
+    with pytest.raises(TriptychError, match="activation 'snake' is not supported; supported: gelu, "):
         decoder_of(folder)
 
 

@@ -22,6 +22,7 @@ from transformers.models.mllama.processing_mllama import (
     get_cross_attention_token_mask,
 )
 
+from common.errors import TriptychError
 from common.model_info import load_model_info
 from engine import processors
 from engine.attention.backend import PagedAttentionContext
@@ -213,7 +214,7 @@ def test_impossible_layers_of_cross_attention_are_refused(tmp_path: Path, layers
     folder = make_mllama(tmp_path / "model")
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(config.replace("[\n      1,\n      3\n    ]", str(layers)))
-    with pytest.raises(ValueError, match=r"cross_attention_layers .* of 5 layers are not supported"):
+    with pytest.raises(TriptychError, match=r"cross_attention_layers .* of 5 layers are not supported"):
         decoder_of(folder)
 
 

@@ -119,6 +119,17 @@ def test_a_model_that_is_not_supported_is_refused_with_those_that_are(
             '{"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "awq"}}',
             "are quantised (awq); only unquantised safetensors are supported",
         ),
+        (
+            '{"architectures": "LlamaForCausalLM"}',
+            "config.json: architectures is 'LlamaForCausalLM', not a list",
+        ),
+        ('{"text_config": 3}', "{folder}/config.json: text_config is 3, not an object"),
+        (
+            '{"text_config": {"hidden_size": "abc"}}',
+            "{folder}/config.json: hidden_size is 'abc', not a positive whole",
+        ),
+        ('{"num_attention_heads": 0}', "{folder}/config.json: num_attention_heads is 0, not a positive whole number"),
+        ('{"architectures": ["LlamaForCausalLM"]}', "{folder} has no tokenizer.json: "),
     ],
 )
 def test_a_model_folder_that_cannot_be_served_is_a_sentence(
@@ -128,6 +139,16 @@ def test_a_model_folder_that_cannot_be_served_is_a_sentence(
     code, output, errors = run(f"serve {tmp_path}", monkeypatch, capsys)
     assert (code, output, errors.count("\n")) == (2, "", 1)
     assert said.format(folder=tmp_path) in errors
+
+
+def test_a_damaged_tokenizer_is_a_sentence_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "mod')
+    code, output, errors = run(f"serve {tmp_path}", monkeypatch, capsys)
+    assert (code, output, errors.count("\n")) == (2, "", 1)
+    assert f"cannot read {tmp_path}/tokenizer.json: " in errors
 
 
 def test_what_a_configuration_lacks_is_named(tmp_path: Path) -> None:

@@ -89,6 +89,14 @@ def test_an_unreadable_file_is_said_to_be_one(tmp_path: Path) -> None:
         load_settings({})
 
 
+def test_a_named_file_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRIPTYCH_CONFIG", str(tmp_path / "nope"))
+    with pytest.raises(TriptychError, match=r"^TRIPTYCH_CONFIG names '.*/nope', which is not a file$"):
+        load_settings({})
+    (tmp_path / "nope").write_text("port = 1111")
+    assert load_settings({}).port == 1111
+
+
 def test_a_child_gets_exactly_the_parents_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     flags = {"engine.max_num_seqs": 7, "served_model_name": "x", "handoff_timeout_s": 1.5, "max_media_bytes": 4096}
     settings = load_settings(flags)
