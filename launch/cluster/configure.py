@@ -89,4 +89,4 @@ def _check_variables() -> None:
         raise invalid("; ".join(found))
     file = os.environ.get(f"{ENV_PREFIX}CONFIG", "")
     if file not in ("", os.devnull) and not Path(file).is_file():
-        raise invalid(f"{ENV_PREFIX}CONFIG names {file!r}, which is not a file")
+        raise invalid(f"TRIPTYCH_CONFIG names {file!r}, which is not a file")
