@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 import pytest
-from redis.asyncio import Redis
 
 from broker.transports.arena import ALIGNMENT_BYTES
 from broker.transports.base import QUEUE_TENSORS
 from broker.transports.linked import packets
 from broker.transports.linked.wire import Announce
 from broker.transports.shm import announce_batch as bundles
-from broker.transports.shm import sender as shm_transport
 from broker.transports.shm.sender import ShmLink
 from broker.transports.shm.wire import MAX_BUNDLED, Bundle, ToReceiver, for_receiver
 from broker.transports.tensors import ReceivedTensor, TensorReceiver, TensorSender
-from tests.broker.transports.transport_kit import Kit, kit_of, of_bytes, receive, to, transfer
+from tests.broker.transports.transport_kit import Kit, of_bytes, receive, to, transfer
 from tests.eventually import eventually
 
 KIB, MIB = 2**10, 2**20
-
-
-@pytest.fixture
-async def kit(redis: Redis, broker_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Kit]:
-    """With an arena of 4 MiB."""
-    monkeypatch.setattr(shm_transport, "ARENA_BYTES", 4 * MIB)
-    async with kit_of("shm", redis, broker_url) as kit:
-        yield kit
 
 
 @pytest.fixture

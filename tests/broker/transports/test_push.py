@@ -7,12 +7,11 @@ import asyncio
 import os
 import socket
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from redis.asyncio import Redis
 
 from broker.transports.checksums import PIECE_BYTES
 from broker.transports.linked import packets
@@ -28,7 +27,6 @@ from tests.broker.transports.transport_kit import (
     Kit,
     RawSender,
     fd_of,
-    kit_of,
     next_target,
     next_tensor,
     of_bytes,
@@ -40,12 +38,6 @@ from tests.broker.transports.transport_kit import (
 from tests.eventually import eventually
 
 MIB = 2**20
-
-
-@pytest.fixture
-async def kit(redis: Redis, broker_url: str) -> AsyncIterator[Kit]:
-    async with kit_of("shm", redis, broker_url) as kit:
-        yield kit
 
 
 @dataclass

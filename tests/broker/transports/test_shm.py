@@ -6,7 +6,7 @@ import asyncio
 import gc
 import os
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
 from broker.transports.arena import ALIGNMENT_BYTES, Arena
@@ -24,18 +23,10 @@ from broker.transports.linked.wire import Release, for_sender
 from broker.transports.shm import sender as shm_transport
 from broker.transports.tensors import ReceivedTensor, TensorReceiver, TensorSender
 from common.errors import TriptychError
-from tests.broker.transports.transport_kit import Kit, kit_of, of_bytes, open_files, to, transfer
+from tests.broker.transports.transport_kit import Kit, of_bytes, open_files, to, transfer
 from tests.eventually import eventually
 
 MIB = 2**20
-
-
-@pytest.fixture
-async def kit(redis: Redis, broker_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Kit]:
-    """With an arena of 4 MiB."""
-    monkeypatch.setattr(shm_transport, "ARENA_BYTES", 4 * MIB)
-    async with kit_of("shm", redis, broker_url) as kit:
-        yield kit
 
 
 async def fill(sender: TensorSender, receiver: TensorReceiver, sizes: list[int]) -> list[ReceivedTensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -54,10 +55,21 @@ class Harness:
     def put(self, word: str) -> None:
         self.thread.submit(lambda engine: engine.pending.append(word))
 
+    def set_deadline(self, deadline_s: float | None) -> None:
+        self.thread.submit(lambda engine: setattr(engine, "deadline_s", deadline_s))
 
-async def test_commands_run_in_order_on_the_engines_thread_and_events_come_back_on_the_loop() -> None:
+
+@pytest.fixture
+async def harness() -> AsyncIterator[Harness]:
+    """A started thread, stopped and ended after the test."""
     harness = Harness()
     harness.thread.start()
+    yield harness
+    harness.thread.stop()
+    assert await asyncio.to_thread(harness.thread.join, 1.0)
+
+
+async def test_commands_run_in_order_on_the_engines_thread_and_events_come_back_on_the_loop(harness: Harness) -> None:
     await harness.thread.loaded
     for number in range(100):
         harness.put(str(number))
@@ -66,14 +78,10 @@ async def test_commands_run_in_order_on_the_engines_thread_and_events_come_back_
     assert harness.engine.thread != threading.get_ident()
     harness.thread.stop()
     assert await harness.thread.ended is None
-    assert await asyncio.to_thread(harness.thread.join, 1.0)
 
 
-async def test_a_deadline_in_a_thousand_years_is_slept_towards() -> None:
-    harness = Harness()
-    harness.engine.deadline_s = time.monotonic() + 1e12
-    harness.thread.start()
-    await harness.thread.loaded
+async def test_a_deadline_in_a_thousand_years_is_slept_towards(harness: Harness) -> None:
+    harness.set_deadline(time.monotonic() + 1e12)
     harness.put("still there")
     await eventually(lambda: harness.events == ["still there"])
     harness.put("again")
@@ -82,9 +90,7 @@ async def test_a_deadline_in_a_thousand_years_is_slept_towards() -> None:
     assert await harness.thread.ended is None
 
 
-async def test_an_idle_engine_is_left_alone() -> None:
-    harness = Harness()
-    harness.thread.start()
+async def test_an_idle_engine_is_left_alone(harness: Harness) -> None:
     assert await harness.thread.call(lambda engine: engine.num_steps, 1.0) == 0
     before = await harness.thread.call(lambda engine: engine.num_steps, 1.0)
     with pytest.raises(TimeoutError):  # nothing happens meanwhile
@@ -92,26 +98,19 @@ async def test_an_idle_engine_is_left_alone() -> None:
             await asyncio.shield(harness.thread.ended)
     assert await harness.thread.call(lambda engine: engine.num_steps, 1.0) == before + 1
     await eventually(lambda: harness.thread.busy_s == 0.0)
-    harness.thread.stop()
-    await asyncio.to_thread(harness.thread.join, 1.0)
 
 
-async def test_a_deadline_wakes_it() -> None:
-    harness = Harness()
-    harness.engine.deadline_s = time.monotonic() + 0.05
-    harness.thread.start()
-    await eventually(lambda: harness.engine.num_steps > 0)
-    harness.thread.submit(lambda engine: setattr(engine, "deadline_s", None))
-    harness.thread.stop()
-    await asyncio.to_thread(harness.thread.join, 1.0)
+async def test_a_deadline_wakes_it(harness: Harness) -> None:
+    harness.set_deadline(time.monotonic() + 0.05)
+    before = await harness.thread.call(lambda engine: engine.num_steps, 1.0)
+    await eventually(lambda: harness.engine.num_steps > before + 1)  # one is the call's
+    harness.set_deadline(None)
 
 
-async def test_a_refused_command_harms_nobody() -> None:
+async def test_a_refused_command_harms_nobody(harness: Harness) -> None:
     def refuse(_: Echo) -> None:
         raise TriptychError("invalid_request", "no such thing")
 
-    harness = Harness()
-    harness.thread.start()
     harness.thread.submit(refuse)
     harness.put("after")
     await eventually(lambda: harness.events == ["after"])
@@ -119,24 +118,19 @@ async def test_a_refused_command_harms_nobody() -> None:
     assert await harness.thread.ended is None
 
 
-async def test_a_dead_engine_says_why() -> None:
+async def test_a_dead_engine_says_why(harness: Harness) -> None:
     def explode(_: Echo) -> None:
         raise ZeroDivisionError
 
-    harness = Harness()
-    harness.thread.start()
     harness.thread.submit(explode)
     assert isinstance(await asyncio.shield(harness.thread.ended), ZeroDivisionError)
     await asyncio.to_thread(harness.thread.join, 1.0)
     assert not harness.thread.alive
 
 
-async def test_a_long_step_shows() -> None:
-    harness, release = Harness(), threading.Event()
-    harness.thread.start()
+async def test_a_long_step_shows(harness: Harness) -> None:
+    release = threading.Event()
     harness.thread.submit(lambda _: release.wait(5) and None)
     await eventually(lambda: harness.thread.busy_s > 0.05)
     release.set()
     await eventually(lambda: harness.thread.busy_s == 0.0)
-    harness.thread.stop()
-    await asyncio.to_thread(harness.thread.join, 1.0)
