@@ -36,21 +36,19 @@ class Device:
 OBJECTIVE_S = 0.1
 
 
-def test_without_an_objective_nothing_is_limited() -> None:
-    pace, device = PrefillPace(None), Device()
+def learned(objective_s: float | None = OBJECTIVE_S) -> tuple[PrefillPace, Device]:
+    """A pace that has seen a prompt alone and four rows alone."""
+    pace, device = PrefillPace(objective_s), Device()
     device.run(pace, 0, 512)
     device.run(pace, 4, 0)
-    assert pace.limit(4, 0) is None
+    return pace, device
 
 
-def test_nothing_is_limited_while_nothing_decodes_or_nothing_is_known() -> None:
-    pace, device = PrefillPace(OBJECTIVE_S), Device()
-    assert pace.limit(4, 0) is None
-    device.run(pace, 0, 512)
-    assert pace.limit(4, 0) is None
-    device.run(pace, 4, 0)
-    assert pace.limit(0, 0) is None
-    assert pace.limit(4, 0) is not None
+def test_nothing_is_limited_without_an_objective_or_streams_or_before_anything_is_known() -> None:
+    assert PrefillPace(OBJECTIVE_S).limit(4, 0) is None
+    assert learned(None)[0].limit(4, 0) is None
+    assert learned()[0].limit(0, 0) is None
+    assert learned()[0].limit(4, 0) is not None
 
 
 @given(
@@ -79,9 +77,7 @@ def test_steps_with_prompts_keep_to_the_objective_and_use_it(
 
 def test_a_machine_that_becomes_slower_is_noticed_though_every_step_has_prompts() -> None:
     """Else prompts would get too much for ever."""
-    pace, device = PrefillPace(OBJECTIVE_S), Device()
-    device.run(pace, 0, 512)
-    device.run(pace, 4, 0)
+    pace, device = learned()
     before = pace.limit(4, 0)
     assert device.step_s(4, before or 0) == pytest.approx(OBJECTIVE_S, rel=0.1)
     slow = Device(3 * device.fixed_s, 3 * device.row_s, 3 * device.token_s)
@@ -91,10 +87,7 @@ def test_a_machine_that_becomes_slower_is_noticed_though_every_step_has_prompts(
 
 
 def test_a_single_stall_changes_little() -> None:
-    pace, device = PrefillPace(OBJECTIVE_S), Device()
-    device.run(pace, 0, 512)
-    for _ in range(10):
-        device.run(pace, 4, 0)
+    pace, device = learned()
     before = pace.limit(4, 0)
     Device(fixed_s=5.0).run(pace, 4, 0)
     for _ in range(20):
@@ -103,7 +96,5 @@ def test_a_single_stall_changes_little() -> None:
 
 
 def test_sizes_that_never_ran_count_as_the_nearest() -> None:
-    pace, device = PrefillPace(OBJECTIVE_S), Device()
-    device.run(pace, 0, 512)
-    device.run(pace, 4, 0)
+    pace, _ = learned()
     assert pace.limit(5, 0) == pace.limit(7, 3000) == pace.limit(4, 0)
