@@ -24,7 +24,9 @@ def _four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan_of(folder: Path, architecture: str, topology: str | None = None) -> Plan:
-    (folder / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    lengths = {"max_position_embeddings": 64, "max_target_positions": 64}
+    (folder / "config.json").write_text(json.dumps({"architectures": [architecture], **lengths}))
+    shutil.copy(BUNDLED / "signpost" / "tokenizer.json", folder)
     (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     engine = EngineConfig(device="cpu")
     return make_plan(Settings(model=str(folder), served_model_name="it", port=0, topology=topology, engine=engine))
