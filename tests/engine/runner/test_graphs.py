@@ -25,6 +25,7 @@ from engine.runner.graphs import DecodeGraphs, GraphParts, _make_plans, graph_si
 from engine.state.inputs import ScheduledStep, StepInputs
 from tests import tiny_models
 from tests.engine.conftest import AUDIO_FRAMES
+from tests.engine.device.test_h2d import DEVICES, needs_gpu
 from tests.engine.driving import Driver, Job, greedy, make_engine, run, sampled, text, text_tokens
 from tests.fake_flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
 from tests.fake_flashinfer.installed import flashinfer_on_cpu
@@ -32,11 +33,6 @@ from tests.plain_recorder import PlainRecorder
 from tests.tiny.mllama import make_mllama
 
 FAMILIES = ("tiny_llama", "tiny_vision", "tiny_mllama", "tiny_speech", "tiny_bart", "tiny_t5")
-needs_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-DEVICES = ("cpu", pytest.param("cuda", marks=needs_gpu))
 
 
 @pytest.fixture(params=FAMILIES)

@@ -23,17 +23,10 @@ from proxy.server.limits import (
     RequestTickets,
     Ticket,
 )
+from tests.clock import Clock
 from tests.proxy.conftest import eventually
 from tests.proxy.sample_media import image_part, picture, speech
 from tests.proxy.server.test_connections import connections, head
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def _serve_at(line: QueueDelayLimiter, clock: Clock, tickets: list, rate: float, count: int) -> None:

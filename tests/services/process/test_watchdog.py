@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from services.process.watchdog import POLL_S, Watchdog
+from tests.clock import Clock
 
 
 @dataclass(eq=False)
@@ -18,14 +19,6 @@ class Thread:
     @property
     def busy_s(self) -> float:
         return 0.0 if self.began_s is None else self.clock.now_s - self.began_s
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def watching(limit_s: float, count: int = 1) -> tuple[Clock, list[Thread], Watchdog]:

@@ -1,0 +1,9 @@
+"""A clock that a test moves."""
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
