@@ -20,7 +20,7 @@ def gauges(
     return {
         "requests_running": len(scheduler.running),
         "requests_waiting": len(scheduler.waiting),
-        "prefill_limit_tokens": scheduler.pace.last_limit,
+        "prefill_limit_tokens": scheduler.pace.last_limit if scheduler.pace is not None else 0,
         "kv_blocks_usable": blocks.pool.num_usable,
         "kv_blocks_free": blocks.num_free,
         "kv_blocks_used": blocks.num_used,

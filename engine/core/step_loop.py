@@ -98,7 +98,7 @@ class StepLoop:
     def _observe(self, step: ScheduledStep, seconds: float) -> None:
         """Tell the pace how long a step took: the last launched step, if this turn has only waited for that one."""
         ended, self._launched = (step, None) if self.in_flight is None else (self._launched, step)
-        if ended is not None and ended.sequences:
+        if self._scheduler.pace is not None and ended is not None and ended.sequences:
             self._scheduler.pace.observe(ended, seconds)
 
     # --- the two loops

@@ -52,7 +52,7 @@ class DecoderScheduler:
         self._slots = slots
         self.token_budget = token_budget
         self.preemption = preemption
-        self.pace = PrefillPace(itl_objective_s)
+        self.pace = None if itl_objective_s is None else PrefillPace(itl_objective_s)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.reserved: list[Request] = []
@@ -132,7 +132,7 @@ class DecoderScheduler:
         """Return the tokens that a request may take beside the chosen tokens: a prompt no more than the pace allows."""
         counts = [count for pairs in chosen.values() for _, count in pairs]
         left = self.token_budget - sum(counts)
-        if request.is_prefilled_here or not (request.is_prefilling or request not in self.running):
+        if self.pace is None or request.is_prefilled_here or not (request.is_prefilling or request not in self.running):
             return left
         num_decodes = counts.count(1)
         limit = self.pace.limit(num_decodes, request.sequences[0].num_computed_tokens)

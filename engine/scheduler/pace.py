@@ -24,8 +24,8 @@ _OUTLIER: Final = 4.0
 class PrefillPace:
     """Learns how long steps take, and limits the prompt tokens of the next step."""
 
-    def __init__(self, objective_s: float | None) -> None:
-        """`objective_s` is the longest time of a step with decoding requests; None: prompts have no limit."""
+    def __init__(self, objective_s: float) -> None:
+        """`objective_s` is the longest time of a step with decoding requests."""
         self._objective_s = objective_s
         self._rows_s = _Means()
         self._token_s = _Means()
@@ -35,10 +35,10 @@ class PrefillPace:
     def limit(self, num_decodes: int, context: int) -> int | None:
         """Return the number of prompt tokens beside `num_decodes` rows, the first prompt token at position `context`.
 
-        None: no limit, as there is no objective, nothing decodes, or nothing is known yet.
+        None: no limit, as nothing decodes or nothing is known yet.
         """
         rows_s, token_s = self._rows_s.at(num_decodes), self._token_s.at(context)
-        if self._objective_s is None or not num_decodes or rows_s is None or token_s is None:
+        if not num_decodes or rows_s is None or token_s is None:
             return None
         self.last_limit = max(MIN_TOKENS, int((self._objective_s - rows_s) / token_s))
         return self.last_limit

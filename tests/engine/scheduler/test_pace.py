@@ -36,17 +36,16 @@ class Device:
 OBJECTIVE_S = 0.1
 
 
-def learned(objective_s: float | None = OBJECTIVE_S) -> tuple[PrefillPace, Device]:
+def learned() -> tuple[PrefillPace, Device]:
     """A pace that has seen a prompt alone and four rows alone."""
-    pace, device = PrefillPace(objective_s), Device()
+    pace, device = PrefillPace(OBJECTIVE_S), Device()
     device.run(pace, 0, 512)
     device.run(pace, 4, 0)
     return pace, device
 
 
-def test_nothing_is_limited_without_an_objective_or_streams_or_before_anything_is_known() -> None:
+def test_nothing_is_limited_without_streams_or_before_anything_is_known() -> None:
     assert PrefillPace(OBJECTIVE_S).limit(4, 0) is None
-    assert learned(None)[0].limit(4, 0) is None
     assert learned()[0].limit(0, 0) is None
     assert learned()[0].limit(4, 0) is not None
 
