@@ -107,7 +107,7 @@ def make_plan(settings: Settings, topology: str | Topology | None = None) -> Pla
     from common.text.processor import TextProcessor
 
     info = load_model_info(settings.model)
-    TextProcessor(info)
+    TextProcessor(info)  # a damaged tokenizer is refused here, before a process starts
     if settings.engine.load_format != "dummy":
         read_index(info.folder)
     reason, asked = "", topology or settings.topology
