@@ -38,7 +38,11 @@ def run(settings: Settings, role: Role) -> int:
     dump_on_signal()
     _limit_threads(settings.engine.num_threads)
     try:
+        from engine.processors import make_processor
+
         info = load_model_info(settings.model)
+        if info.media_kind is not None:
+            make_processor(info)  # the children that preprocess could not tell why it does not fit
         status, next_role, instance_id = asyncio.run(_run(settings, info, check_role(role, info)))
         if next_role is not None:
             _become(next_role, instance_id)

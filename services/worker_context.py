@@ -19,7 +19,7 @@ from broker.transports.cuda.runtime import CudaRuntime
 from broker.transports.tensors import TensorReceiver, TensorSender
 from common.config import EngineConfig, Settings
 from common.errors import TriptychError
-from common.messages import FromWorker, InstanceRecord, Role, ToWorker
+from common.messages import FromWorker, Heartbeat, InstanceRecord, Role, ToWorker
 from common.model_info import ModelInfo
 from services.process.engine_thread import EngineThread
 from services.process.gpu_reserve import engine_on_gpu
@@ -103,16 +103,20 @@ class WorkerContext:
             message = f"the broker does not answer, and {instance_id} cannot be looked up: {why}"
             raise TriptychError("unavailable", message) from error
 
-    def reply(self, request_id: str, message: FromWorker) -> None:
-        """Send to the proxy of a request; messages about an unknown request are discarded."""
+    def reply(self, request_id: str, message: FromWorker) -> bool:
+        """Send to the proxy of a request, as `send`; messages about an unknown request are discarded."""
         request = self.proxies.get(request_id)
-        if request is not None:
-            self.send(request.proxy, message)
+        return request is None or self.send(request.proxy, message)
 
-    def send(self, proxy: bytes, message: FromWorker) -> None:
-        """Send to a proxy. A proxy with a broken connection counts as gone."""
-        if not self.server.send(proxy, message):
+    def send(self, proxy: bytes, message: FromWorker | Heartbeat) -> bool:
+        """Send to a proxy; return False where an error went in place of a message that is too large.
+
+        A proxy with a broken connection counts as gone.
+        """
+        outcome = self.server.send(proxy, message)
+        if outcome == "gone":
             self.proxies.mark_gone(proxy)
+        return outcome != "too_large"
 
 
 class RoleService(Protocol):
@@ -143,7 +147,7 @@ class RoleService(Protocol):
     def handle_delivery(self, delivery: Delivery) -> None: ...
 
     def abort(self, request_id: str) -> None:
-        """Free all memory of a request, known or not."""
+        """Forget a request and free all its memory, known or not."""
 
     def review(self, instances: dict[str, InstanceRecord]) -> None:
         """Look at the present registry; called about once a second."""

@@ -95,7 +95,7 @@ class WorkerProcess:
         warn_of_open_host(self._host, has_key=key is not None)
         warn_of_few_descriptors(self._host)
         self._context = ClusterContext(key)
-        self._server = WorkerServer(self._context, self._host, on_refused=self._abort)
+        self._server = WorkerServer(self._context, self._host)
         self._proxies = RequestOwners()
         self._drain = DrainState(lambda: len(self._proxies), settings.request_timeout_s)
         self._marker = DrainMarker.of_environment()
@@ -230,11 +230,11 @@ class WorkerProcess:
             proxy, message = await self._server.receive()
             for request_id, attempt in self._proxies.heard(proxy).items():
                 error = ErrorInfo("unavailable", f"{self._links.instance_id} had lost its connection to the proxy")
-                self._server.send(proxy, Failed(request_id, error, attempt))
+                self._links.send(proxy, Failed(request_id, error, attempt))
             if isinstance(message, Abort):
                 known = self._proxies.get(message.request_id) is not None
                 if not known or self._proxies.owns(proxy, message.request_id):
-                    self._abort(message.request_id)
+                    self._role.abort(message.request_id)
             elif isinstance(message, Inquiry):
                 self._answer(proxy, message)
             elif not isinstance(message, Heartbeat):
@@ -247,19 +247,14 @@ class WorkerProcess:
         self._proxies.num_unknown += 1
         log.warning("asked for a request that is not here", request=inquiry.request_id, attempt=inquiry.attempt)
         error = ErrorInfo("unavailable", f"{self._links.instance_id} has lost the request")
-        self._server.send(proxy, Failed(inquiry.request_id, error, inquiry.attempt))
-
-    def _abort(self, request_id: str) -> None:
-        self._proxies.remove(request_id)
-        self._role.abort(request_id)
+        self._links.send(proxy, Failed(inquiry.request_id, error, inquiry.attempt))
 
     async def _watch_proxies(self) -> None:
         """Once a second, send a heartbeat to all proxies and discard requests of silent or lost proxies."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             for proxy in self._proxies.present:
-                if not self._server.send(proxy, Heartbeat()):
-                    self._proxies.mark_gone(proxy)
+                self._links.send(proxy, Heartbeat())
             for request_id in self._proxies.pop_orphans():
                 log.warning("request dropped: its proxy is gone or silent", request=request_id)
                 self._role.abort(request_id)

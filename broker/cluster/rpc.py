@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Final, cast
+from typing import Any, Final, Literal, cast
 
 import zmq
 import zmq.asyncio
@@ -44,6 +44,9 @@ CONNECT_TIMEOUT_MS: Final = 2000
 MAX_TO_WORKER_BYTES: Final = MAX_MEDIA_BYTES + MAX_CONTROL_BYTES
 MAX_FROM_WORKER_BYTES: Final = MAX_CONTROL_BYTES
 
+Outcome = Literal["sent", "too_large", "gone"]
+"""Of an answer. A proxy is gone where its connection is broken or its queue full."""
+
 log = get_logger()
 
 
@@ -61,17 +64,9 @@ def supersedes(connection: bytes, other: bytes) -> bool:
 
 
 class WorkerServer:
-    """The worker's end: receives from any number of proxies, and answers each by routing id.
+    """The worker's end: receives from any number of proxies, and answers each by routing id."""
 
-    `on_refused` gets the request id of an answer too large to be sent, to discard the rest: the proxy has an error.
-    """
-
-    def __init__(
-        self,
-        context: zmq.asyncio.Context,
-        host: str = "127.0.0.1",
-        on_refused: Callable[[str], None] = lambda request_id: None,
-    ) -> None:
+    def __init__(self, context: zmq.asyncio.Context, host: str = "127.0.0.1") -> None:
         """Bind a free port on `host`; `address` is the endpoint for clients on this network."""
         self._socket = context.socket(zmq.ROUTER)
         _set_common_options(self._socket)
@@ -84,7 +79,6 @@ class WorkerServer:
         self._socket.bind(f"tcp://{host}:*")
         self.address = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         self.num_invalid = 0
-        self._on_refused = on_refused
 
     async def receive(self) -> tuple[bytes, ToWorker]:
         """Return the next valid message and the routing id of its proxy. Invalid messages are counted and discarded."""
@@ -98,14 +92,15 @@ class WorkerServer:
                 self.num_invalid += 1
                 log.warning("dropped a message on the request socket", error=error.info.message)
 
-    def send(self, proxy: bytes, message: FromWorker | Heartbeat) -> bool:
-        """Send to a proxy, at once and in order; return False if the proxy is gone or its queue is full.
+    def send(self, proxy: bytes, message: FromWorker | Heartbeat) -> Outcome:
+        """Send to a proxy, at once and in order.
 
-        A request with a too large answer ends, with "item_too_large".
+        The request of an answer that is "too_large" has ended for its proxy, with an error "item_too_large": the rest
+        of the answer is of no use.
         """
         data = encode(message)
         if len(data) <= MAX_FROM_WORKER_BYTES or isinstance(message, Heartbeat):
-            return self._send(proxy, data)
+            return "sent" if self._send(proxy, data) else "gone"
         error = _too_large("the answer is too large for a proxy", message, len(data), MAX_FROM_WORKER_BYTES)
         log.warning("an answer is not sent", request=message.request_id, error=error.info.message)
         refusal: FromWorker
@@ -116,9 +111,7 @@ class WorkerServer:
                 refusal = Prefilled(message.request_id, message.attempt, error.info)
             case _:
                 refusal = Failed(message.request_id, error.info, message.attempt)
-        sent = self._send(proxy, encode(refusal))
-        self._on_refused(message.request_id)
-        return sent
+        return "too_large" if self._send(proxy, encode(refusal)) else "gone"
 
     def _send(self, proxy: bytes, data: bytes) -> bool:
         # A non-blocking send of an asyncio socket is over when it returns; its future only holds the outcome.

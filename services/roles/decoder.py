@@ -226,8 +226,9 @@ class DecoderService(ABC):
             request.has_begun = True
             self._links.metrics.first_token_seconds.observe(time.monotonic() - request.arrived_s)
             self._receiver.started(event.request_id, event.attempt)
-        self._links.reply(event.request_id, event)
-        if event.done:
+        if not self._links.reply(event.request_id, event):
+            self.abort(event.request_id)
+        elif event.done:
             self._links.metrics.observe_spans(event.spans)
             self._links.proxies.remove(event.request_id)
 

@@ -64,6 +64,7 @@ class EncoderService:
         self._handoffs.handle(delivery)
 
     def abort(self, request_id: str) -> None:
+        self._links.proxies.remove(request_id)
         self.stage.abort(request_id)
 
     def close(self) -> None:

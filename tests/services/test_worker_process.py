@@ -93,6 +93,7 @@ class IdleRole:
     def handle_delivery(self, delivery: Delivery) -> None: ...
 
     def abort(self, request_id: str) -> None:
+        self.links.proxies.remove(request_id)
         self.aborted.append(request_id)
 
     def review(self, instances: dict[str, InstanceRecord]) -> None:
