@@ -9,7 +9,7 @@ from typing import Any
 
 from common.messages import TokenLogprob
 from proxy.api.logprobs import CompletionLogprobs, LogprobShapes, joined
-from proxy.api.merge import merge
+from proxy.api.merge import Merge
 from proxy.api.openai_types import CompletionRequest, Prompt, parse
 from proxy.api.prompts import check_number, make_jobs
 from proxy.dispatch.text_stream import Choice, Delta, TextStream, Usage, best
@@ -39,7 +39,9 @@ async def completions(service: Service, context: RequestContext) -> AsyncGenerat
         "created": int(context.created_s),
         "model": service.model_name,
     }
-    async with aclosing(merge([text.deltas() for text in texts])) as merged:
+    async with Merge[tuple[int, Delta]]() as merged:
+        for number, text in enumerate(texts):
+            merged.start(_read, number, text, merged)
         if not body.stream:
             yield await _whole(head, body, answers, merged)
             return
@@ -101,11 +103,17 @@ class _CompletionAnswer:
         }
 
 
+async def _read(number: int, text: TextStream, merged: Merge[tuple[int, Delta]]) -> None:
+    async with aclosing(text.deltas()) as deltas:
+        async for delta in deltas:
+            await merged.put((number, delta))
+
+
 async def _whole(
     head: dict[str, Any],
     body: CompletionRequest,
     answers: list[_CompletionAnswer],
-    merged: AsyncGenerator[tuple[int, Delta]],
+    merged: Merge[tuple[int, Delta]],
 ) -> Json:
     width = body.width if body.picks_best else body.num_choices
     found = [[Choice() for _ in range(width)] for _ in answers]

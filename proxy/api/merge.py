@@ -1,51 +1,62 @@
-"""Several token streams merged."""
+"""Items of several tasks, in the order of arrival."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from typing import Final, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Final, Generic, ParamSpec, Self, TypeVar
 
 MAX_AHEAD: Final = 256
 """Items that may wait for the reader: one that does not read stops those who produce."""
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
-async def merge(generators: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
-    """Yield the items of all generators as they come, with the generator's index, at most MAX_AHEAD ahead of the
-    reader.
+class Merge(Generic[T]):
+    """Reads what several producers `put`, at most MAX_AHEAD items ahead of the reader; used with `async with`.
 
-    The first exception of any ends the whole; by whatever way this ends, all of them are closed.
+    The first exception of a producer is raised in the reader. All producers are cancelled at the end of the context.
     """
-    queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue(MAX_AHEAD)
-    tasks = [asyncio.create_task(_pump(index, generator, queue)) for index, generator in enumerate(generators)]
-    try:
-        running = len(tasks)
-        while running:
-            event = await queue.get()
-            if isinstance(event, BaseException):
-                raise event
-            if event is None:
-                running -= 1
-            else:
-                yield event
-    finally:
-        for task in tasks:
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[T | Exception | None] = asyncio.Queue(MAX_AHEAD)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._num_running = 0
+
+    def start(self, produce: Callable[P, Awaitable[None]], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Run a producer beside all others."""
+        self._num_running += 1
+        self._tasks.append(asyncio.create_task(self._run(produce, *args, **kwargs)))
+
+    async def put(self, item: T) -> None:
+        """Add an item, once there is room."""
+        await self._queue.put(item)
+
+    async def _run(self, produce: Callable[P, Awaitable[None]], *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            await produce(*args, **kwargs)
+            await self._queue.put(None)
+        except Exception as error:  # raised again by the reader
+            await self._queue.put(error)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T:
+        while self._num_running:
+            item = await self._queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is not None:
+                return item
+            self._num_running -= 1
+        raise StopAsyncIteration
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for generator in generators:  # those whose task was cancelled before it began
-            await generator.aclose()
-
-
-async def _pump(
-    index: int, generator: AsyncGenerator[T], queue: asyncio.Queue[tuple[int, T] | BaseException | None]
-) -> None:
-    try:
-        async with aclosing(generator):
-            async for item in generator:
-                await queue.put((index, item))
-        await queue.put(None)
-    except Exception as error:  # raised again by the reader
-        await queue.put(error)
+        await asyncio.gather(*self._tasks, return_exceptions=True)

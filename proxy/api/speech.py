@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ import msgspec
 from common.messages import TokenLogprob
 from common.sampling_params import MAX_LOGPROBS, SamplingParams, TimestampRules
 from common.text import whisper_prompt
-from proxy.api.merge import merge
+from proxy.api.merge import Merge
 from proxy.api.segments import Segment, split_at_timestamps
 from proxy.dispatch.jobs import Job, MediaItem, make_slots, part_id
 from proxy.dispatch.text_stream import Delta, Finish, TextStream, Usage
@@ -61,6 +62,45 @@ class _Window:
         if not self.logprobs:
             return None
         return sum(entry.logprob for entry in self.logprobs) / len(self.logprobs)
+
+
+class _Joined:
+    """The text of all windows in order: deltas of a window wait for the end of all earlier windows."""
+
+    def __init__(self, windows: list[_Window]) -> None:
+        self._windows = windows
+        self._waiting: list[deque[Delta]] = [deque() for _ in windows]
+        self._current = 0
+        self._finish: Finish = "stop"
+        self._begun = False
+        self._token_ids: list[int] = []  # not told yet: they made no text
+        self._logprobs: list[TokenLogprob] = []
+
+    def push(self, index: int, delta: Delta) -> list[Delta]:
+        """Add a delta of a window. Return the text that is next in order."""
+        self._waiting[index].append(delta)
+        told: list[Delta] = []
+        while self._current < len(self._windows) and self._waiting[self._current]:
+            delta = self._waiting[self._current].popleft()
+            text = delta.text if self._begun else delta.text.lstrip()
+            self._begun = self._begun or bool(text)
+            self._windows[self._current].text += text
+            self._token_ids += delta.token_ids
+            self._logprobs += delta.logprobs
+            if text:
+                told.append(self._take(text))
+            if delta.finish_reason is not None:
+                self._current += 1
+                self._finish = "length" if delta.finish_reason == "length" else self._finish
+        return told
+
+    def end(self) -> Delta:
+        return self._take("", self._finish)
+
+    def _take(self, text: str, finish: Finish | None = None) -> Delta:
+        delta = Delta(text, finish, tuple(self._token_ids), logprobs=tuple(self._logprobs))
+        self._token_ids, self._logprobs = [], []
+        return delta
 
 
 @dataclass(eq=False, repr=False)
@@ -125,35 +165,22 @@ class Speech:
             else:
                 largest = sorted(window.size_bytes for window in windows)[-PARALLEL_WINDOWS:]
                 self._context.held.reserve(sum(largest))
-            async with aclosing(self._heard(windows, path)) as heard:
-                async for delta in heard:
-                    yield delta
+            language = self._options.language
+            if language is not None or not whisper_prompt.is_multilingual(self._service.info):
+                self.language = whisper_prompt.language_code(language) if language else "en"
+                self._language_known.set()
+            self._windows = [_Window(window.start_s, window.end_s) for window in windows]
+            joined = _Joined(self._windows)
+            async with Merge[tuple[int, Delta]]() as merged:
+                for index, window in enumerate(windows):
+                    merged.start(self._transcribe, index, window, path, merged)
+                async for index, delta in merged:
+                    for told in joined.push(index, delta):
+                        yield told
+            yield joined.end()
 
-    async def _heard(self, windows: list[Window], path: str) -> AsyncGenerator[Delta]:
-        language = self._options.language
-        if language is not None or not whisper_prompt.is_multilingual(self._service.info):
-            self.language = whisper_prompt.language_code(language) if language else "en"
-            self._language_known.set()
-        self._windows = [_Window(window.start_s, window.end_s) for window in windows]
-        parts = [self._window(index, window, path) for index, window in enumerate(windows)]
-        finish: Finish = "stop"
-        begun = False
-        untold, sure = list[int](), list[TokenLogprob]()
-        async with aclosing(_in_order(merge(parts), len(parts))) as ordered:
-            async for index, delta in ordered:
-                text = delta.text if begun else delta.text.lstrip()
-                begun = begun or bool(text)
-                self._windows[index].text += text
-                untold += delta.token_ids
-                sure += delta.logprobs
-                if delta.finish_reason == "length":
-                    finish = "length"
-                if text:
-                    yield Delta(text, token_ids=tuple(untold), logprobs=tuple(sure))
-                    untold, sure = [], []
-        yield Delta("", finish, tuple(untold), logprobs=tuple(sure))
-
-    async def _window(self, index: int, window: Window, path: str) -> AsyncGenerator[Delta]:
+    async def _transcribe(self, index: int, window: Window, path: str, merged: Merge[tuple[int, Delta]]) -> None:
+        """Put the text of a window, once its turn has come."""
         if index > 0:
             await self._language_known.wait()
         async with self._under_way:
@@ -170,7 +197,7 @@ class Speech:
                             first = generation.sequences[0].token_ids
                             self.language = whisper_prompt.detected_language(self._service.info, first)
                             self._language_known.set()
-                        yield delta
+                        await merged.put((index, delta))
             finally:
                 ticket.release()
                 self.usage.add(generation.usage)
@@ -224,17 +251,3 @@ class Speech:
         if not self._options.timestamps:
             return None
         return whisper_prompt.timestamp_rules(self._service.info, self._service.text)
-
-
-async def _in_order(merged: AsyncGenerator[tuple[int, Delta]], num_parts: int) -> AsyncGenerator[tuple[int, Delta]]:
-    """Yield deltas of part 0 at once, and deltas of later parts after the end of all earlier parts."""
-    waiting: list[list[Delta]] = [[] for _ in range(num_parts)]
-    current = 0
-    async with aclosing(merged):
-        async for index, delta in merged:
-            waiting[index].append(delta)
-            while current < num_parts and waiting[current]:
-                next_delta = waiting[current].pop(0)
-                yield current, next_delta
-                if next_delta.finish_reason is not None:
-                    current += 1
