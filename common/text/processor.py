@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final, NoReturn
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension
 from jinja2.nodes import Node
 from jinja2.parser import Parser
@@ -59,7 +59,7 @@ class TextProcessor:
     """Tokenizer and chat template of a model.
 
     Uses the `tokenizers` package directly: transformers would import torch, which the proxy does not have.
-    Raises TriptychError("model_not_found") where tokenizer.json is missing or damaged.
+    Raises TriptychError("model_not_found") where tokenizer.json is missing or damaged, or the chat template is.
     """
 
     def __init__(self, info: ModelInfo) -> None:
@@ -241,7 +241,11 @@ def _load_chat_template(info: ModelInfo) -> tuple[Any, dict[str, str]]:
     environment.globals["raise_exception"] = _raise_template_error
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    return environment.from_string(source), specials
+    try:
+        return environment.from_string(source), specials
+    except TemplateSyntaxError as error:
+        message = f"cannot read the chat template of {info.folder}: line {error.lineno}: {error.message}"
+        raise TriptychError("model_not_found", message, "model") from error
 
 
 def _raise_template_error(message: str) -> NoReturn:

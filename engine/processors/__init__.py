@@ -57,20 +57,33 @@ class _ProcessorState:
 _worker: _ProcessorState | None = None
 
 
+def make_processor(info: ModelInfo) -> Processor:
+    """Return a model's processor.
+
+    Raises TriptychError: "invalid_request" for a text model, "model_not_found" where the preprocessor's settings are
+    incomplete, unsupported, or do not fit the encoder.
+    """
+    if info.media_kind is None:
+        raise TriptychError("invalid_request", f"{info.name} is a text model: it takes no media", "model")
+    build: Callable[[ModelInfo], Processor] = pkgutil.resolve_name(info.family.processor)
+    try:
+        return build(info)
+    except (ValueError, TypeError, LookupError) as error:
+        why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        message = f"the preprocessor of {info.folder} cannot be used: {why}"
+        raise TriptychError("model_not_found", message, "model") from error
+
+
 def init_worker(model: str, dtype: str) -> None:
     """Load a model's processor into this process; `dtype` is the encoder output's, such as "float32".
 
-    Raises TriptychError where the model takes no media, ValueError where the dtype is unknown or the preprocessor's
-    settings do not fit the model.
+    Raises ValueError where the dtype is unknown, and TriptychError as `make_processor`.
     """
     global _worker
     if dtype not in ITEM_BYTES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(ITEM_BYTES)}")
     info = load_model_info(model)
-    if info.media_kind is None:
-        raise TriptychError("invalid_request", f"{info.name} is a text model: it takes no media", "model")
-    build: Callable[[ModelInfo], Processor] = pkgutil.resolve_name(info.family.processor)
-    _worker = _ProcessorState(info, dtype, build(info))
+    _worker = _ProcessorState(info, dtype, make_processor(info))
     if multiprocessing.parent_process() is not None and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)  # the pool is the parallelism; the engine beside it needs the cores
 

@@ -100,14 +100,17 @@ class Plan:
 def make_plan(settings: Settings, topology: str | Topology | None = None) -> Plan:
     """Decide model, topology, port, and the key that makes the processes a cluster.
 
-    Raises TriptychError: no such model, a tokenizer or weights that are missing, damaged or cut, a topology that does
-    not fit it, a port that is taken, or a key that is none.
+    Raises TriptychError: no such model, a tokenizer or weights that are missing, damaged or cut, a preprocessor or a
+    topology that does not fit it, a port that is taken, or a key that is none.
     """
     from common.model_info import load_model_info
     from common.text.processor import TextProcessor
+    from engine.processors import make_processor
 
     info = load_model_info(settings.model)
-    TextProcessor(info)  # a damaged tokenizer is refused here, before a process starts
+    TextProcessor(info)  # damaged files are refused here, before a process starts
+    if info.media_kind is not None:
+        make_processor(info)
     if settings.engine.load_format != "dummy":
         read_index(info.folder)
     reason, asked = "", topology or settings.topology

@@ -192,7 +192,7 @@ def test_settings_that_do_not_fit_the_encoder_are_refused(
     folder = tmp_path / "changed"
     shutil.copytree(folder_of(name), folder)
     (folder / file).write_text(json.dumps({**json.loads((folder / file).read_text()), **change}))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(TriptychError, match=message):
         processors.init_worker(str(folder), "float32")
 
 

@@ -115,7 +115,7 @@ def test_a_preprocessor_for_another_encoder_is_refused(mllama: Path, tmp_path: P
     folder = tmp_path / "model"
     make_mllama(folder)
     (folder / "preprocessor_config.json").write_text('{"size": {"height": 56, "width": 56}}')
-    with pytest.raises(ValueError, match="up to 4 tiles of 56 pixels, its encoder takes 4 of 28"):
+    with pytest.raises(TriptychError, match="up to 4 tiles of 56 pixels, its encoder takes 4 of 28"):
         processors.init_worker(str(folder), "float32")
 
 

@@ -133,7 +133,7 @@ def test_a_preprocessor_of_another_model_is_refused(
 ) -> None:
     folder = Path(shutil.copytree(folders[name], tmp_path / "model"))
     edit_json(folder / "preprocessor_config.json", lambda json: json | settings)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(TriptychError, match=message):
         processors.init_worker(str(folder), "float32")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 from common.errors import TriptychError
 from common.families import FAMILIES
-from common.model_info import load_model_info
+from common.model_info import BUNDLED, load_model_info
 from launch.cli.app import main
 
 
@@ -149,6 +150,32 @@ def test_a_damaged_tokenizer_is_a_sentence_before_anything_starts(
     code, output, errors = run(f"serve {tmp_path}", monkeypatch, capsys)
     assert (code, output, errors.count("\n")) == (2, "", 1)
     assert f"cannot read {tmp_path}/tokenizer.json: " in errors
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("chat_template.jinja", "{% for x in messages %}", "cannot read the chat template of {folder}: line 1: "),
+        (
+            "preprocessor_config.json",
+            '{"do_resize": false}',
+            "the preprocessor of {folder} cannot be used: a preprocessor with do_resize = false is not supported",
+        ),
+    ],
+)
+def test_a_template_or_preprocessor_that_cannot_be_used_is_a_sentence(
+    file: str,
+    content: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = Path(shutil.copytree(BUNDLED / "signpost", tmp_path / "model"))
+    (folder / file).write_text(content)
+    code, output, errors = run(f"serve {folder}", monkeypatch, capsys)
+    assert (code, output, errors.count("\n")) == (2, "", 1)
+    assert said.format(folder=folder) in errors
 
 
 def test_what_a_configuration_lacks_is_named(tmp_path: Path) -> None:
