@@ -24,8 +24,8 @@ def _four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan_of(folder: Path, architecture: str, topology: str | None = None) -> Plan:
-    lengths = {"max_position_embeddings": 64, "max_target_positions": 64}
-    (folder / "config.json").write_text(json.dumps({"architectures": [architecture], **lengths}))
+    sizes = {"max_position_embeddings": 64, "max_target_positions": 64, "max_source_positions": 1500, "d_model": 64}
+    (folder / "config.json").write_text(json.dumps({"architectures": [architecture], **sizes}))
     shutil.copy(BUNDLED / "signpost" / "tokenizer.json", folder)
     (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     engine = EngineConfig(device="cpu")
