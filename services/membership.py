@@ -91,22 +91,22 @@ class Membership:
             self._drain.announced()
 
 
-def make_record(links: WorkerContext, role: RoleService, http_port: int, drain: DrainState) -> InstanceRecord:
+def make_record(context: WorkerContext, role: RoleService, http_port: int, drain: DrainState) -> InstanceRecord:
     """Return a worker's entry for the registry, with addresses reachable by others."""
-    settings = links.settings
+    settings = context.settings
 
     def reachable(address: str) -> str:
         return advertised(address, settings.advertise_host)
 
     return InstanceRecord(
-        instance_id=links.instance_id,
+        instance_id=context.instance_id,
         role=role.role,
-        epoch=links.epoch,
-        model=links.info.name,
-        fingerprint=links.info.fingerprint,
-        dtype=links.dtype,
-        http_address=reachable(f"http://{links.host}:{http_port}"),
-        requests_address=reachable(links.server.address),
+        epoch=context.epoch,
+        model=context.info.name,
+        fingerprint=context.info.fingerprint,
+        dtype=context.dtype,
+        http_address=reachable(f"http://{context.host}:{http_port}"),
+        requests_address=reachable(context.server.address),
         key_id=key_id(settings),
         tensor_address=change_hosts(role.tensor_address, reachable),
         draining=drain.requested,

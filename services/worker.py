@@ -67,7 +67,7 @@ async def _run(settings: Settings, info: ModelInfo, role: Role) -> tuple[int, Ro
         else:
             memory_upkeep.begin(is_idle=worker.is_idle)
 
-    worker = WorkerProcess(settings, info, name, lambda links: make_role(role, links), begin_upkeep)
+    worker = WorkerProcess(settings, info, name, lambda context: make_role(role, context), begin_upkeep)
     status = await worker.run()
     if worker.abandons_engine and worker.next_role is None:  # the interpreter might wait for engine threads
         sys.stdout.flush()

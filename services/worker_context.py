@@ -41,7 +41,7 @@ class WorkerContext:
     epoch: int
     host: str
     dtype: str
-    context: zmq.asyncio.Context
+    zmq_context: zmq.asyncio.Context
     redis: Redis
     registry: Registry
     channels: ChannelSender
@@ -61,7 +61,7 @@ class WorkerContext:
         """Open a receiver for tensors of at most `max_bytes`, by the configured transports. Needs a running loop."""
         settings = self.settings
         receiver = TensorReceiver(
-            self.context,
+            self.zmq_context,
             self.host,
             max_bytes=max_bytes,
             stale_s=settings.handoff_timeout_s,
@@ -77,7 +77,7 @@ class WorkerContext:
     def tensor_sender(self) -> TensorSender:
         """Open a sender for tensors, by the configured transports."""
         transport = self.settings.transport
-        sender = TensorSender(self.context, self.host, transport=transport, redis=self.redis, cuda=self.cuda)
+        sender = TensorSender(self.zmq_context, self.host, transport=transport, redis=self.redis, cuda=self.cuda)
         self.metrics.tallies["tensors_sent"] = lambda: sender.num_sent
         self.metrics.tallies["tensor_fallbacks"] = lambda: sender.num_fallbacks
         return sender

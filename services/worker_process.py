@@ -94,8 +94,8 @@ class WorkerProcess:
         key = ClusterKey.of(settings)
         warn_of_open_host(self._host, has_key=key is not None)
         warn_of_few_descriptors(self._host)
-        self._context = ClusterContext(key)
-        self._server = WorkerServer(self._context, self._host)
+        self._zmq_context = ClusterContext(key)
+        self._server = WorkerServer(self._zmq_context, self._host)
         self._proxies = RequestOwners()
         self._drain = DrainState(lambda: len(self._proxies), settings.request_timeout_s)
         self._marker = DrainMarker.of_environment()
@@ -106,14 +106,14 @@ class WorkerProcess:
         self.stop = asyncio.Event()
         """Set by a signal or by the caller of `run`, to end the worker."""
         self.instance_id = instance_id = settings.instance_id or f"worker-{uuid.uuid4().hex[:8]}"
-        self._links = WorkerContext(
+        self._context = WorkerContext(
             settings=settings,
             info=info,
             instance_id=instance_id,
             epoch=time.time_ns(),
             host=self._host,
             dtype=dtype,
-            context=self._context,
+            zmq_context=self._zmq_context,
             redis=self._redis,
             registry=registry,
             channels=ChannelSender(self._redis, settings.cluster),
@@ -123,7 +123,7 @@ class WorkerProcess:
             hops=hops,
             cuda=open_cuda(settings.engine.device),
         )
-        self._role = role(self._links)
+        self._role = role(self._context)
         self._watchdog = Watchdog(self._role.threads, settings.step_timeout_s)
         self._reader = ChannelReader(self._reading, settings.cluster, instance_id, self._role.channels)
         self._add_metrics()
@@ -182,7 +182,7 @@ class WorkerProcess:
     async def switch(self, role: str) -> int:
         """Drain, and end with `next_role` set. Raises TriptychError for an impossible role."""
         if role == self._role.role:
-            raise TriptychError("invalid_request", f"{self._links.instance_id} has the role {role} already", "role")
+            raise TriptychError("invalid_request", f"{self._context.instance_id} has the role {role} already", "role")
         return await self._begin_drain(check_role(role, self._info))
 
     async def _begin_drain(self, next_role: Role | None) -> int:
@@ -199,11 +199,11 @@ class WorkerProcess:
             loading = group.create_task(self._load(group))
             await wait_until_reachable(self._redis, BROKER_WAIT_S)
             await loading
-            record = make_record(self._links, role, self._http.port, self._drain)
+            record = make_record(self._context, role, self._http.port, self._drain)
             group.create_task(self._watchdog.watch())
             await role.start(record)
             await self._reader.open()
-            for coroutine in (self._links.channels.run(), self._reader.run(role.handle_delivery), *role.tasks()):
+            for coroutine in (self._context.channels.run(), self._reader.run(role.handle_delivery), *role.tasks()):
                 group.create_task(coroutine)
             group.create_task(self._receive_requests())
             group.create_task(self._watch_proxies())
@@ -229,8 +229,8 @@ class WorkerProcess:
         while True:
             proxy, message = await self._server.receive()
             for request_id, attempt in self._proxies.heard(proxy).items():
-                error = ErrorInfo("unavailable", f"{self._links.instance_id} had lost its connection to the proxy")
-                self._links.send(proxy, Failed(request_id, error, attempt))
+                error = ErrorInfo("unavailable", f"{self._context.instance_id} had lost its connection to the proxy")
+                self._context.send(proxy, Failed(request_id, error, attempt))
             if isinstance(message, Abort):
                 known = self._proxies.get(message.request_id) is not None
                 if not known or self._proxies.owns(proxy, message.request_id):
@@ -246,15 +246,15 @@ class WorkerProcess:
             return
         self._proxies.num_unknown += 1
         log.warning("asked for a request that is not here", request=inquiry.request_id, attempt=inquiry.attempt)
-        error = ErrorInfo("unavailable", f"{self._links.instance_id} has lost the request")
-        self._links.send(proxy, Failed(inquiry.request_id, error, inquiry.attempt))
+        error = ErrorInfo("unavailable", f"{self._context.instance_id} has lost the request")
+        self._context.send(proxy, Failed(inquiry.request_id, error, inquiry.attempt))
 
     async def _watch_proxies(self) -> None:
         """Once a second, send a heartbeat to all proxies and discard requests of silent or lost proxies."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             for proxy in self._proxies.present:
-                self._links.send(proxy, Heartbeat())
+                self._context.send(proxy, Heartbeat())
             for request_id in self._proxies.pop_orphans():
                 log.warning("request dropped: its proxy is gone or silent", request=request_id)
                 self._role.abort(request_id)
@@ -272,7 +272,7 @@ class WorkerProcess:
                 log.warning("no heartbeat", error=str(error) or f"the broker has not answered within {BEAT_S:g} s")
 
     def _add_metrics(self) -> None:
-        metrics, role, channels = self._links.metrics, self._role, self._links.channels
+        metrics, role, channels = self._context.metrics, self._role, self._context.channels
         metrics.gauges["requests_outstanding"] = lambda: len(self._proxies)
         metrics.gauges["requests_outstanding_tokens"] = lambda: self._proxies.num_tokens
         metrics.gauges["requests_orphaned_total"] = lambda: self._proxies.num_orphans
@@ -293,10 +293,10 @@ class WorkerProcess:
         for thread in self._role.threads:
             try:
                 stats = await thread.call(lambda engine: engine.stats(), STATS_WAIT_S)
-                self._links.metrics.engine_stats[thread] = stats
+                self._context.metrics.engine_stats[thread] = stats
             except TimeoutError:
                 log.warning("metrics are old: the engine is busy", busy_s=thread.busy_s)
-        return self._links.metrics.render()
+        return self._context.metrics.render()
 
     async def _close(self) -> None:
         """Leave the cluster, then free all resources. Takes about two seconds at worst."""
@@ -315,6 +315,6 @@ class WorkerProcess:
                 log.warning("the engine is still in a step; the process ends without it")
         self._server.close()
         self._http.close()
-        self._context.destroy(linger=0)
+        self._zmq_context.destroy(linger=0)
         await self._redis.aclose()
         await self._reading.aclose()

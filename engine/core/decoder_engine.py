@@ -68,12 +68,12 @@ class DecoderEngine:
         self.cache = EncoderCacheManager(self.runner.memory.encoder_cache)
         host_pool = BlockPool(self.runner.num_host_blocks + 1) if self.runner.num_host_blocks else None
         self.blocks = BlockManager(BlockPool(self.runner.num_blocks), config.block_size, host_pool)
-        self.coverage = CacheLookup(self.blocks, enabled=config.prefix_caching)
-        expectation = KvOfferCheck.of(info, self.runner.spec, self.runner.max_model_len, self.runner.dtype)
+        self.cache_lookup = CacheLookup(self.blocks, enabled=config.prefix_caching)
+        offer_check = KvOfferCheck.of(info, self.runner.spec, self.runner.max_model_len, self.runner.dtype)
         self.state = EngineState()
         self.scheduler = DecoderScheduler(
             self.blocks,
-            self.coverage,
+            self.cache_lookup,
             self.runner.buffers,
             config.max_num_seqs,
             self.runner.max_model_len,
@@ -81,12 +81,12 @@ class DecoderEngine:
             config.preemption,
             None if config.itl_objective_ms is None else config.itl_objective_ms / 1e3,
         )
-        self.input_receiver = InputReceiver(self.state, self.cache, expectation.inputs, self.coverage, lease_s)
+        self.input_receiver = InputReceiver(self.state, self.cache, offer_check.inputs, self.cache_lookup, lease_s)
         self.sampler = Sampler(info, self.runner.spec.vocab_size)
         device_draw.prepare(self.runner.device)
-        self.kv_exporter = KvExporter(self.state, self.scheduler, expectation, self.runner)
+        self.kv_exporter = KvExporter(self.state, self.scheduler, offer_check, self.runner)
         self.kv_receiver = KvReceiver(
-            self.state, self.scheduler, self.input_receiver, expectation, self.runner, lease_s
+            self.state, self.scheduler, self.input_receiver, offer_check, self.runner, lease_s
         )
         self.decoding = Decoding(self.runner, self.scheduler, self.sampler, info.eos_token_ids)
         self.output = OutputProcessor(info, self.scheduler, self.runner.max_model_len)

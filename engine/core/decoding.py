@@ -136,9 +136,9 @@ class Decoding:
             sequence.token_ids.append(UNKNOWN_TOKEN)
         return TokensInFlight(sequences, positions, tokens)
 
-    def collect(self, flight: TokensInFlight) -> list[NewToken]:
+    def collect(self, batch: TokensInFlight) -> list[NewToken]:
         """Wait for tokens in flight and put all into place, also for ended sequences."""
-        results = [NewToken(*one) for one in zip(flight.sequences, flight.positions, flight.tokens.wait(), strict=True)]
+        results = [NewToken(*one) for one in zip(batch.sequences, batch.positions, batch.tokens.wait(), strict=True)]
         for new in results:
             new.sequence.token_ids[new.position] = new.token_id
         return results

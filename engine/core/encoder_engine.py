@@ -105,7 +105,7 @@ class EncoderEngine:
         self._log.info("memory", **self.memory.describe(), device=self.device.type, batch_items=max_items)
         self._max_items, self._max_bytes = max_items, batch_bytes
         self._waiting: dict[EncoderKey, ProcessedInput] = {}
-        self._flight: LaunchedBatch | None = None
+        self._launched: LaunchedBatch | None = None
         self._last_end_s = 0.0
         self._batches = self._items = self._failures = self._last_items = 0
         self._seconds = 0.0
@@ -126,11 +126,11 @@ class EncoderEngine:
     def cancel(self, key: EncoderKey) -> None:
         """Discard an item that waits or is being computed; unknown keys are fine, the item may be done already."""
         self._waiting.pop(key, None)
-        if self._flight is not None:
-            self._flight.cancelled.add(key)
+        if self._launched is not None:
+            self._launched.cancelled.add(key)
 
     def has_work(self) -> bool:
-        return bool(self._waiting) or self._flight is not None
+        return bool(self._waiting) or self._launched is not None
 
     def step(self) -> list[EncoderResult]:
         """Encode one batch; when running ahead, launch a batch and return the results of the previous batch.
@@ -141,7 +141,7 @@ class EncoderEngine:
         items = self._next_batch()
         batch = self._launch(items) if items else None
         if self._ahead:
-            self._flight, batch = batch, self._flight
+            self._launched, batch = batch, self._launched
         return [] if batch is None else self._collect(batch)
 
     def _next_batch(self) -> list[tuple[EncoderKey, ProcessedInput]]:

@@ -68,7 +68,7 @@ class StepLoop:
         self._runner = runner
         self._scheduler = scheduler
         self._blocks = scheduler.blocks
-        self._coverage = scheduler.coverage
+        self._cache_lookup = scheduler.cache_lookup
         self._input_receiver = input_receiver
         self._kv_receiver = kv_receiver
         self._kv_exporter = kv_exporter
@@ -167,7 +167,7 @@ class StepLoop:
             sequence.num_computed_tokens += count
         for request in _requests_of(step.sequences):
             self._input_receiver.consume(request)
-            self._coverage.remember(request)
+            self._cache_lookup.remember(request)
         return output
 
     def _process(self, results: ListOf[Result]) -> None:
@@ -205,28 +205,28 @@ class StepLoop:
 
     def _launch(self, output: StepOutput) -> TokensInFlight:
         """Choose the tokens of a step on the device, for the next step to read in place."""
-        flight = self._decoding.launch(output)
-        self._runner.buffers.acquire_slots(flight.sequences)
-        slots = [sequence.slot_index for sequence in flight.sequences]
-        self._runner.last_tokens.put(slots, flight.tokens.on_device)
-        for sequence in flight.sequences:
+        in_flight = self._decoding.launch(output)
+        self._runner.buffers.acquire_slots(in_flight.sequences)
+        slots = [sequence.slot_index for sequence in in_flight.sequences]
+        self._runner.last_tokens.put(slots, in_flight.tokens.on_device)
+        for sequence in in_flight.sequences:
             sequence.is_full = self._output.is_full(sequence, len(sequence.token_ids))
-        return flight
+        return in_flight
 
     def _collect(self, launched: TokensInFlight | None = None) -> None:
         """Emit the tokens in flight once known; the step just `launched` is in flight afterwards."""
-        flight, self.in_flight = self.in_flight, launched
+        in_flight, self.in_flight = self.in_flight, launched
         if launched is None:
             self._scheduler.held_back = False
-        if flight is None:
+        if in_flight is None:
             return
-        for new in self._decoding.collect(flight):
+        for new in self._decoding.collect(in_flight):
             if self._is_alive(new.sequence):
                 self._emit_token(new)
             else:
                 self.counters["surplus_tokens"] += 1
-        for request in _requests_of(sequence for sequence in flight.sequences if self._is_alive(sequence)):
-            self._coverage.remember(request)
+        for request in _requests_of(sequence for sequence in in_flight.sequences if self._is_alive(sequence)):
+            self._cache_lookup.remember(request)
 
     def _without_ended(self, output: StepOutput) -> StepOutput:
         """Keep the rows of live sequences: the previous step's tokens may have ended others."""

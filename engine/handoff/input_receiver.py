@@ -34,20 +34,20 @@ class InputReceiver:
         self,
         state: EngineState,
         cache: EncoderCacheManager,
-        expectation: OfferCheck,
-        coverage: CacheLookup,
+        offer_check: OfferCheck,
+        cache_lookup: CacheLookup,
         lease_s: float,
     ) -> None:
-        """A grant lasts `lease_s`; `expectation` refuses misfit offers.
+        """A grant lasts `lease_s`; `offer_check` refuses misfit offers.
 
-        What `coverage` finds in the KV cache gets no room: it is answered as cached when its request begins.
+        What `cache_lookup` finds in the KV cache gets no room: it is answered as cached when its request begins.
         """
         self.cache = cache
         self._emit = state.emit
-        self._coverage = coverage
+        self._cache_lookup = cache_lookup
         self.counters = {"leases_expired": 0, "inputs_revoked": 0, "inputs_stored": 0}
         self.counters |= {"inputs_rejected": 0, "offers_expired": 0}
-        self._expectation = expectation
+        self._offer_check = offer_check
         self._lease_s = lease_s
         self._requests: dict[str, Request] = {}
         self.early: EarlyOffers[Offer] = EarlyOffers(min(lease_s, KEEP_S))
@@ -114,7 +114,7 @@ class InputReceiver:
             )
         if offer.content_hash != item.slot.content_hash:
             return ErrorInfo("internal_error", f"input {item.slot.input_id} is offered with another content hash")
-        fault = self._expectation.fault(offer)
+        fault = self._offer_check.fault(offer)
         if fault is not None:
             return ErrorInfo("invalid_request", f"input {item.slot.input_id}: {fault}")
         known = item.offer
@@ -181,7 +181,7 @@ class InputReceiver:
                 self.cache.acquire(name, reference)
                 item.state = InputState.READY
                 self._emit(Grant(*reference, item.attempt, "cached"))
-            elif self._coverage.covers(request, item):
+            elif self._cache_lookup.covers(request, item):
                 waiting.append((request, item))
             elif full or self.cache.is_reserved(name) or not self.cache.can_reserve(item.offer.size_bytes):
                 # Same content on its way for somebody else: wait for it. No room: nobody younger may overtake.
@@ -200,7 +200,7 @@ class InputReceiver:
         for request, item in dormant:
             if item.state is not InputState.DORMANT:
                 continue
-            if self._coverage.covers(request, item):
+            if self._cache_lookup.covers(request, item):
                 self._dormant.append((request, item))
             else:
                 self._lose(request, item)
@@ -221,7 +221,7 @@ class InputReceiver:
                 if self.cache.is_ready(item.offer.content_hash):
                     self.cache.acquire(item.offer.content_hash, (request.request_id, item.slot.input_id))
                     item.state = InputState.READY
-                elif self._coverage.covers(request, item):
+                elif self._cache_lookup.covers(request, item):
                     self._dormant.append((request, item))
                 else:
                     self._lose(request, item)
@@ -232,7 +232,7 @@ class InputReceiver:
         return self._first_without_room() is not None and not self.granted
 
     def _first_without_room(self) -> tuple[Request, RequestInput] | None:
-        return next((pair for pair in self.pending if not self._coverage.covers(*pair)), None)
+        return next((pair for pair in self.pending if not self._cache_lookup.covers(*pair)), None)
 
     def revoke(self, *, only_blocked: bool) -> bool:
         """Free memory for the oldest offer at the cost of the youngest holders, if no granted tensor is on the way.
@@ -282,7 +282,7 @@ class InputReceiver:
     def _rest_covered(self) -> bool:
         """Release inputs that the KV cache has too. Otherwise a request could wait for memory that the same request
         holds. Return False where there were none."""
-        covered = [pair for pair in self._ready_inputs() if self._coverage.covers(*pair)]
+        covered = [pair for pair in self._ready_inputs() if self._cache_lookup.covers(*pair)]
         for request, item in covered:
             self._release(request, item)
             item.state = InputState.DORMANT

@@ -30,13 +30,13 @@ class KvExporter:
         self,
         state: EngineState,
         scheduler: DecoderScheduler,
-        expectation: KvOfferCheck,
+        offer_check: KvOfferCheck,
         runner: DecoderRunner,
     ) -> None:
         self._emit = state.emit
         self._blocks = scheduler.blocks
         self._scheduler = scheduler
-        self._expectation = expectation
+        self._offer_check = offer_check
         self._runner = runner
         self.counters = {"prefills_ended": 0, "kv_exported_bytes": 0}
         self._requests: dict[str, Request] = {}
@@ -63,7 +63,7 @@ class KvExporter:
             if not begun or not request.is_prompt_known or request.next_missing_input is not None:
                 continue
             del self._unready[request.request_id]
-            self._emit(KvReady(request.request_id, self._expectation.describe(request), request.attempt))
+            self._emit(KvReady(request.request_id, self._offer_check.describe(request), request.attempt))
             if not self._blocks.needs_writing(request.request_id):
                 finished += self._report(request)
         return finished

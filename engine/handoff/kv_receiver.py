@@ -65,7 +65,7 @@ class KvReceiver:
         state: EngineState,
         scheduler: DecoderScheduler,
         inputs: InputReceiver,
-        expectation: KvOfferCheck,
+        offer_check: KvOfferCheck,
         runner: DecoderRunner,
         lease_s: float,
     ) -> None:
@@ -74,7 +74,7 @@ class KvReceiver:
         self._blocks = scheduler.blocks
         self._scheduler = scheduler
         self._inputs = inputs
-        self._expectation = expectation
+        self._offer_check = offer_check
         self._runner = runner
         self._lease_s = lease_s
         self.counters = {"prefill_handoffs": 0, "prefill_handoff_tokens": 0, "prefill_handoff_cached_tokens": 0}
@@ -140,7 +140,7 @@ class KvReceiver:
 
     def _accept(self, handoff: KvHandoff, offer: KvOffer) -> None:
         request = handoff.request
-        fault = self._expectation.fault(offer, request)
+        fault = self._offer_check.fault(offer, request)
         # Never the client's fault: the prefill has read the same request, and has taken it.
         error = None if fault is None else ErrorInfo("internal_error", f"keys and values of the prompt: {fault}")
         if error is None:
@@ -159,7 +159,7 @@ class KvReceiver:
         """Apply the sender's knowledge of the request: input sizes, and the seed for random draws."""
         for item, layout in zip(request.inputs, offer.layouts, strict=True):
             if item.offer is None:
-                item.offer = self._expectation.input_offer(item, layout)
+                item.offer = self._offer_check.input_offer(item, layout)
         request.expand_prompt()
         request.num_cached_tokens = offer.num_cached_tokens
         if request.sampling.seed is None:
@@ -216,7 +216,7 @@ class KvReceiver:
             self._reject(Receipt(*key, "cancelled", part.number))
         elif attempt != handoff.attempt or handoff.state in (KvHandoffState.WAITING, KvHandoffState.OFFERED):
             self._reject(Receipt(*key, "expired", part.number))
-        elif self._expectation.part_fault(part) is not None:
+        elif self._offer_check.part_fault(part) is not None:
             self._reject(Receipt(*key, "corrupt", part.number))
         elif handoff.state is KvHandoffState.STARTED:
             self._emit(Receipt(*key, "stored", part.number))  # sent twice: the first one counts

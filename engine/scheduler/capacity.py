@@ -20,7 +20,7 @@ class Capacity:
     def __init__(
         self,
         blocks: BlockManager,
-        coverage: CacheLookup,
+        cache_lookup: CacheLookup,
         running: list[Request],
         reserved: list[Request],
         max_num_seqs: int,
@@ -29,7 +29,7 @@ class Capacity:
         """The lists belong to the scheduler and change between calls."""
         self._max_model_len = max_model_len
         self._blocks = blocks
-        self._coverage = coverage
+        self._cache_lookup = cache_lookup
         self._running = running
         self._reserved = reserved
         self._max_num_seqs = max_num_seqs
@@ -54,7 +54,7 @@ class Capacity:
 
     def holds_the_line(self, request: Request) -> bool:
         """Return True for a request that lacks only memory."""
-        return request.awaits_kv or self._blocks.is_swapped(request.request_id) or self._coverage.has_all(request)
+        return request.awaits_kv or self._blocks.is_swapped(request.request_id) or self._cache_lookup.has_all(request)
 
     def has_place(self, request: Request, wanted: int, givers: Sequence[Request] = ()) -> bool:
         """Return True if slots and blocks are free for a waiting request and the next `wanted` tokens, or would be
@@ -67,7 +67,7 @@ class Capacity:
     def _missing_blocks(self, request: Request, wanted: int) -> int:
         if self._blocks.is_swapped(request.request_id):
             return self._missing_to_go_on(request, wanted)
-        prefix = self._coverage.prefix(request)
+        prefix = self._cache_lookup.prefix(request)
         num_tokens = len(prefix) * self._blocks.block_size + wanted
         shared = len(request.prompt) // self._blocks.block_size
         siblings = sum(self._blocks.blocks_for(len(one.token_ids)) - shared for one in request.sequences[1:])
@@ -110,7 +110,7 @@ class Capacity:
         if not request.inputs:
             return False
         first = request.inputs[0]
-        return not first.usable and not self._coverage.covers(request, first)
+        return not first.usable and not self._cache_lookup.covers(request, first)
 
 
 def too_long(num_tokens: int, max_model_len: int) -> str:

@@ -39,7 +39,7 @@ class DecoderScheduler:
     def __init__(
         self,
         blocks: BlockManager,
-        coverage: CacheLookup,
+        cache_lookup: CacheLookup,
         slots: InputBuffers,
         max_num_seqs: int,
         max_model_len: int,
@@ -48,7 +48,7 @@ class DecoderScheduler:
         itl_objective_s: float | None = None,
     ) -> None:
         self.blocks = blocks
-        self.coverage = coverage
+        self.cache_lookup = cache_lookup
         self._slots = slots
         self.token_budget = token_budget
         self.preemption = preemption
@@ -60,7 +60,7 @@ class DecoderScheduler:
         self.held_back = False
         self._first: Request | None = None  # for whom others have just given their blocks
         self._changed: list[Request] = []
-        self.capacity = Capacity(blocks, coverage, self.running, self.reserved, max_num_seqs, max_model_len)
+        self.capacity = Capacity(blocks, cache_lookup, self.running, self.reserved, max_num_seqs, max_model_len)
         self.counters = {"preemptions": 0, "preemptions_by_swap": 0, "inputs_covered": 0}
         self.counters |= {"prefix_queried_tokens": 0, "prefix_hit_tokens": 0}
 
@@ -254,7 +254,7 @@ class DecoderScheduler:
 
         Returns how many tokens the prefix cache has.
         """
-        first, prefix = request.sequences[0], self.coverage.prefix(request)
+        first, prefix = request.sequences[0], self.cache_lookup.prefix(request)
         if request.num_encoder_tokens and not self.blocks.get_cross_block_table(request.request_id):
             self.blocks.allocate_cross(request.request_id, request.num_encoder_tokens, request.encoder_content)
         num_tokens = len(prefix) * self.blocks.block_size + wanted
@@ -271,9 +271,9 @@ class DecoderScheduler:
         if self.blocks.is_swapped(request.request_id):
             wanted = max(min(request.num_remaining(sequence), budget) for sequence in request.sequences)
             return max(wanted, 1) if request.is_prefilled_here else wanted
-        first = request.sequences[0]
-        num_cached = len(self.coverage.prefix(request)) * self.blocks.block_size
-        computable = request.num_computable_tokens(first, num_cached, cross_covered=self.coverage.covers_cross(request))
+        first, lookup = request.sequences[0], self.cache_lookup
+        num_cached = len(lookup.prefix(request)) * self.blocks.block_size
+        computable = request.num_computable_tokens(first, num_cached, cross_covered=lookup.covers_cross(request))
         return min(computable - num_cached, budget)
 
     def _is_behind_the_line(self, request: Request) -> bool:
@@ -304,7 +304,7 @@ class DecoderScheduler:
         False where there is no place, or where somebody before it waits for one. What is reserved is not preempted:
         a sender counts on it, and has no need of anything else here to come to its end.
         """
-        wanted = request.num_handoff_tokens + 1 - len(self.coverage.prefix(request)) * self.blocks.block_size
+        wanted = request.num_handoff_tokens + 1 - len(self.cache_lookup.prefix(request)) * self.blocks.block_size
         if self._is_held_up(request) or not self._find_place(request, wanted, {}):
             return False
         self._allocate(request, wanted)
@@ -321,7 +321,7 @@ class DecoderScheduler:
         an input that contains the last prompt token is still needed."""
         self.reserved.remove(request)
         self.running.append(request)
-        self.coverage.remember(request)
+        self.cache_lookup.remember(request)
         first, *siblings = request.sequences
         for sibling in siblings:
             self.blocks.fork(first.sequence_id, sibling.sequence_id)

@@ -103,7 +103,7 @@ class JobRunner:
         """
         context, request_id = self._context, self._job.request_id
         self._runners[request_id] = self
-        context.metrics.flights.inc()
+        context.metrics.running_jobs.inc()
         try:
             self._deadlines.set("request", self._deadline_s, self._time_out)
             await self._place()
@@ -124,7 +124,7 @@ class JobRunner:
                 await self._end()
             finally:
                 del self._runners[request_id]
-                context.metrics.flights.dec()
+                context.metrics.running_jobs.dec()
 
     async def _step(self) -> None:
         """Handle the next event or due deadline."""

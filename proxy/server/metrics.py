@@ -46,7 +46,7 @@ class ProxyMetrics:
             "Wait for its first token of a request that comes now; 0 where the line is short.",
             ["line"],
         )
-        self.flights = gauge("flights", "Worker requests that have not ended.")
+        self.running_jobs = gauge("flights", "Worker requests that have not ended.")
         self.ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", buckets=_LATENCY_S)
         self.tpot = histogram("time_per_output_token_seconds", "Mean gap after the first.", buckets=_TOKEN_S)
         self.latency = histogram("request_latency_seconds", "Arrival to last token.", buckets=_LATENCY_S)

@@ -49,7 +49,7 @@ class EncodeStage:
 
     def __init__(
         self,
-        links: WorkerContext,
+        context: WorkerContext,
         sink: OutputSink,
         prepare: Callable[[torch.Tensor], torch.Tensor],
         output_cache_bytes: int = 0,
@@ -61,14 +61,14 @@ class EncodeStage:
         Keep outputs of `output_cache_bytes`, outside the engine's budget. `memory_share` is the engine's part of the
         process's memory.
         """
-        self._links = links
+        self._context = context
         self._sink = sink
         self._owners = owners
-        settings = links.settings
+        settings = context.settings
         # Preprocessed arrays that may wait for grants. Other items wait with their media only.
         self._staging_bytes = staging_budget(settings.engine)
         num_workers, timeout_s = settings.preprocess_workers, settings.handoff_timeout_s
-        self._pool = PreprocessPool(settings.model, links.dtype, num_workers, timeout_s, self._staging_bytes)
+        self._pool = PreprocessPool(settings.model, context.dtype, num_workers, timeout_s, self._staging_bytes)
         self._attempts: dict[Key, asyncio.Task[bool]] = {}  # True: ended by the deadline, another attempt may follow
         self._jobs: dict[Owner, EncodeJob] = {}
         self._replies: OrderedDict[Key, Encoded] = OrderedDict()
@@ -78,14 +78,14 @@ class EncodeStage:
         """Memory of the engine beside the weights, set when the engine is loaded."""
         self._outputs = OutputCache(output_cache_bytes)
         self._dedup = EncodeDedup(
-            lambda: self._build(output_cache_bytes, memory_share), prepare, self._outputs, links.metrics.batch_items
+            lambda: self._build(output_cache_bytes, memory_share), prepare, self._outputs, context.metrics.batch_items
         )
         self.thread = self._dedup.thread
         self._add_metrics()
 
-    def _build(self, output_cache_bytes: int, memory_share: float) -> EncoderEngine:
-        links = self._links
-        engine = EncoderEngine(links.info, links.engine_config, links.instance_id, output_cache_bytes, memory_share)
+    def _build(self, cache_bytes: int, memory_share: float) -> EncoderEngine:
+        context = self._context
+        engine = EncoderEngine(context.info, context.engine_config, context.instance_id, cache_bytes, memory_share)
         self.taken_bytes = engine.taken_bytes
         return engine
 
@@ -109,7 +109,7 @@ class EncodeStage:
         if key in self._attempts or key in self._replies or (job is not None and job.attempt > message.attempt):
             self._outcomes["duplicate"] += 1
             if key in self._replies:
-                self._links.send(proxy, self._replies[key])
+                self._context.send(proxy, self._replies[key])
             return
         for older in [k for k in self._attempts if k[:2] == owner]:
             self._attempts[older].cancel()
@@ -119,7 +119,7 @@ class EncodeStage:
         if job is None:
             if (refusal := self._refusal(message)) is not None:
                 self._outcomes[refusal.code] += 1
-                self._links.send(proxy, Encoded(*key, refusal))
+                self._context.send(proxy, Encoded(*key, refusal))
                 return
             job = self._jobs[owner] = EncodeJob(message, self._pool, self._dedup, self._outputs)
         job.attempt = message.attempt
@@ -147,13 +147,13 @@ class EncodeStage:
 
     async def _run(self, key: Key, proxy: bytes, message: Encode, job: EncodeJob) -> bool:
         """Make one attempt and reply, unless cancelled. Return whether the deadline has ended the attempt."""
-        recorder = SpanRecorder(self._links.instance_id)
+        recorder = SpanRecorder(self._context.instance_id)
         error: ErrorInfo | None = None
-        self._links.hops.mark(key, "encode_received")
+        self._context.hops.mark(key, "encode_received")
         given_s = message.deadline_s - time.monotonic()
         try:
             async with asyncio.timeout(given_s):
-                await job.run(message, self._sink, self._links.hops, recorder)
+                await job.run(message, self._sink, self._context.hops, recorder)
         except TriptychError as caught:
             error = caught.info
             if error.code == "unavailable" and time.monotonic() > message.deadline_s - _SAME_END_S:
@@ -166,11 +166,11 @@ class EncodeStage:
         late = error is not None and error.code == "timeout"
         undelivered = late and recorder.open_s("handoff") > max(0.0, given_s) / 2
         self._outcomes["ok" if error is None else "undelivered" if undelivered else error.code] += 1
-        self._links.metrics.observe_spans(recorder.spans)
+        self._context.metrics.observe_spans(recorder.spans)
         reply = self._replies[key] = Encoded(*key, error, recorder.spans, undelivered)
         while len(self._replies) > MAX_REMEMBERED:
             self._replies.popitem(last=False)
-        self._links.send(proxy, reply)
+        self._context.send(proxy, reply)
         log.debug("item answered", request=key[0], input=key[1], attempt=key[2], error=error and error.code)
         return late
 
@@ -195,7 +195,7 @@ class EncodeStage:
 
     def _refusal(self, message: Encode) -> ErrorInfo | None:
         """Return the reason to refuse an item at once; None to accept."""
-        limit, held = self._links.settings.engine.max_waiting, self.held_bytes
+        limit, held = self._context.settings.engine.max_waiting, self.held_bytes
         if len(self._jobs) >= limit:
             what = f"{len(self._jobs)} items are under way on this encoder, the limit is {limit}"
         elif held + len(message.media) > MAX_HELD_BYTES:
@@ -205,7 +205,7 @@ class EncodeStage:
         return ErrorInfo("overloaded", f"{what}: try again later")
 
     def _add_metrics(self) -> None:
-        metrics = self._links.metrics
+        metrics = self._context.metrics
         metrics.gauges["encoder_items_open"] = lambda: len({*self._jobs, *(key[:2] for key in self._attempts)})
         metrics.gauges["encoder_items_computing"] = lambda: self._dedup.num_waiting
         metrics.gauges["encoder_staging_bytes"] = lambda: self._staging_bytes

@@ -31,22 +31,22 @@ class LocalEncodeStage(EncodeStage):
     Computes on a CUDA stream of its own: decode steps run beside a batch of images, not behind it.
     """
 
-    def __init__(self, links: WorkerContext, thread: EngineThread[DecoderEngine, Event], is_fallback: bool) -> None:
+    def __init__(self, context: WorkerContext, thread: EngineThread[DecoderEngine, Event], is_fallback: bool) -> None:
         self.sink = LocalSink(thread)
-        super().__init__(links, self.sink, prepare=lambda tensor: tensor, memory_share=ENCODER_SHARE)
+        super().__init__(context, self.sink, prepare=lambda tensor: tensor, memory_share=ENCODER_SHARE)
         self._num_fallbacks = 0
         self._is_fallback = is_fallback
-        links.metrics.gauges["encoder_fallbacks_total"] = lambda: self._num_fallbacks
-        links.metrics.gauges["inputs_encoding_here"] = lambda: self.sink.num_open
+        context.metrics.gauges["encoder_fallbacks_total"] = lambda: self._num_fallbacks
+        context.metrics.gauges["inputs_encoding_here"] = lambda: self.sink.num_open
 
     def submit(self, proxy: bytes, message: Encode) -> None:
         self._num_fallbacks += self._is_fallback
         super().submit(proxy, message)
 
-    def _build(self, output_cache_bytes: int, memory_share: float) -> EncoderEngine:
+    def _build(self, cache_bytes: int, memory_share: float) -> EncoderEngine:
         """Build on the engine's thread, after setting a new stream: weights are loaded on the same stream."""
-        compute_on_own_stream(choose_device(self._links.engine_config.device))
-        return super()._build(output_cache_bytes, memory_share)
+        compute_on_own_stream(choose_device(self._context.engine_config.device))
+        return super()._build(cache_bytes, memory_share)
 
 
 class LocalSink:

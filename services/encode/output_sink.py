@@ -39,16 +39,16 @@ class OutputSink(Protocol):
 class RemoteSink:
     """An `OutputSink`: the instance named in each Encode. Tensors have to be complete and contiguous."""
 
-    def __init__(self, links: WorkerContext, handoffs: HandoffSender) -> None:
-        self._links = links
+    def __init__(self, context: WorkerContext, handoffs: HandoffSender) -> None:
+        self._context = context
         self._handoffs = handoffs
         self._granted: dict[Key, Handoff] = {}
         self._early: dict[Key, PushBuffer] = {}
 
     async def offer(self, key: Key, message: Encode, item: ProcessedInput) -> bool:
-        deadline_s = min(message.deadline_s, time.monotonic() + self._links.settings.handoff_timeout_s)
-        offer = offer_of(message, item, self._links.instance_id, deadline_s)
-        receiver = await self._links.find_instance(message.destination, self._handoffs.presence.get)
+        deadline_s = min(message.deadline_s, time.monotonic() + self._context.settings.handoff_timeout_s)
+        offer = offer_of(message, item, self._context.instance_id, deadline_s)
+        receiver = await self._context.find_instance(message.destination, self._handoffs.presence.get)
         handoff = await self._handoffs.offer(offer, receiver)
         if handoff.grant.result().status == "cached":
             return False
@@ -60,15 +60,15 @@ class RemoteSink:
         dtype = str(tensor.dtype).removeprefix("torch.")
         early = self._early.get(key)
         await self._handoffs.deliver(handoff, list(tensor.shape), dtype, payload_of(tensor), early)
-        self._links.hops.mark_sent(key, handoff.times_s)
+        self._context.hops.mark_sent(key, handoff.times_s)
 
     def early(self, key: Key) -> Callable[[torch.Tensor], None] | None:
         handoff = self._granted[key]
-        sending = self._handoffs.reserve_early(handoff) if self._links.cuda is None else None
-        if sending is None:
+        early = self._handoffs.reserve_early(handoff) if self._context.cuda is None else None
+        if early is None:
             return None
-        self._early[key] = sending
-        return partial(_send_as_offered, sending, handoff.offer)
+        self._early[key] = early
+        return partial(_send_as_offered, early, handoff.offer)
 
     def close(self, key: Key) -> None:
         early = self._early.pop(key, None)
@@ -78,11 +78,11 @@ class RemoteSink:
         self._handoffs.close(key)
 
 
-def _send_as_offered(sending: PushBuffer, offer: Offer | KvOffer, tensor: torch.Tensor) -> None:
+def _send_as_offered(early: PushBuffer, offer: Offer | KvOffer, tensor: torch.Tensor) -> None:
     """Send on the engine's thread. A tensor other than offered, or on a GPU, is left to `deliver`."""
     actual = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
     if isinstance(offer, Offer) and actual == (offer.shape, offer.dtype) and tensor.device.type == "cpu":
-        sending.send(bytes_of(tensor))
+        early.send(bytes_of(tensor))
 
 
 def offer_of(message: Encode, item: ProcessedInput, sender: str, deadline_s: float) -> Offer:

@@ -84,12 +84,12 @@ class KvSender:
     """All prefills of this worker."""
 
     def __init__(
-        self, links: WorkerContext, thread: EngineThread[DecoderEngine, Event], handoffs: HandoffSender
+        self, context: WorkerContext, thread: EngineThread[DecoderEngine, Event], handoffs: HandoffSender
     ) -> None:
-        self._links = links
+        self._context = context
         self._thread = thread
         self._handoffs = handoffs
-        self._timeout_s = links.settings.handoff_timeout_s
+        self._timeout_s = context.settings.handoff_timeout_s
         self._prefills: dict[str, tuple[_Prefill, asyncio.Task[None]]] = {}
         self.outcomes: Counter[str] = Counter()
         self.num_parts_while_prefilling = 0
@@ -101,7 +101,7 @@ class KvSender:
 
     def begin(self, message: Generate) -> asyncio.Task[None]:
         """Hand over the KV of a request, just submitted to the engine. Return the task, which ends with the reply."""
-        prefill = _Prefill(message, SpanRecorder(self._links.instance_id))
+        prefill = _Prefill(message, SpanRecorder(self._context.instance_id))
         task = asyncio.create_task(self._run(prefill))
         self._prefills[message.request_id] = prefill, task
         return task
@@ -131,7 +131,7 @@ class KvSender:
         request_id, attempt = prefill.message.request_id, prefill.message.attempt
         error: ErrorInfo | None = None
         try:
-            async with asyncio.timeout(self._links.settings.request_timeout_s):
+            async with asyncio.timeout(self._context.settings.request_timeout_s):
                 await self._hand_over(prefill)
         except TriptychError as caught:
             error = caught.info
@@ -146,12 +146,12 @@ class KvSender:
         self.outcomes["ok" if error is None else error.code] += 1
         if error is not None:
             self._thread.submit(lambda engine: engine.abort(request_id))
-            self._links.reply(request_id, Prefilled(request_id, attempt, error))
+            self._context.reply(request_id, Prefilled(request_id, attempt, error))
         else:
             assert prefill.ended is not None
             ended = msgspec.structs.replace(prefill.ended, spans=[*prefill.ended.spans, *prefill.recorder.spans])
-            self._links.metrics.observe_spans(ended.spans)
-            self._links.reply(request_id, ended)
+            self._context.metrics.observe_spans(ended.spans)
+            self._context.reply(request_id, ended)
 
     async def _hand_over(self, prefill: _Prefill) -> None:
         """Return once all KV is in place. Raises TriptychError or TimeoutError otherwise."""
@@ -160,7 +160,7 @@ class KvSender:
             await prefill.next_report()
         prefill.recorder.start("grant")
         offer = self._make_offer(prefill)
-        receiver = await self._links.find_instance(prefill.message.prefill_for, self._handoffs.presence.get)
+        receiver = await self._context.find_instance(prefill.message.prefill_for, self._handoffs.presence.get)
         prefill.check()  # the engine may have failed the request before there was a handoff to fail
         handoff = await self._handoffs.offer(offer, receiver)
         prefill.recorder.end("grant")
@@ -170,7 +170,7 @@ class KvSender:
             for table, first, last in _wanted(offer, grant):
                 await self._send(prefill, handoff, table, first, last)
             self._handoffs.complete(handoff)
-            self._links.hops.mark_sent(prefill.key, handoff.times_s)
+            self._context.hops.mark_sent(prefill.key, handoff.times_s)
         self._thread.submit(lambda engine: engine.end_prefill(request_id))
         while prefill.ended is None:
             await prefill.next_report()
@@ -180,8 +180,8 @@ class KvSender:
         return msgspec.structs.replace(
             prefill.ready.offer,
             attempt=prefill.message.attempt,
-            sender=self._links.instance_id,
-            deadline_s=time.monotonic() + self._links.settings.request_timeout_s,
+            sender=self._context.instance_id,
+            deadline_s=time.monotonic() + self._context.settings.request_timeout_s,
             request_attempt=prefill.message.prefill_for_attempt,
         )
 

@@ -43,23 +43,23 @@ log = get_logger()
 class HandoffReceiver:
     """All handoffs to this instance, for the engine of `thread`."""
 
-    def __init__(self, links: WorkerContext, thread: EngineThread[DecoderEngine, Event]) -> None:
-        self._links = links
+    def __init__(self, context: WorkerContext, thread: EngineThread[DecoderEngine, Event]) -> None:
+        self._context = context
         self._thread = thread
-        config = links.engine_config
+        config = context.engine_config
         # A cache without a setting gets its size later, within the budget of memory.
         limit = config.encoder_cache_bytes or memory_budget(config, choose_device(config.device))
-        self._tensors = links.tensor_receiver(max(limit, 2 * PART_BYTES))
+        self._tensors = context.tensor_receiver(max(limit, 2 * PART_BYTES))
         self.tensor_address = self._tensors.address
         self._offers: dict[Key, Offer | KvOffer] = {}  # until settled
         self._kv_keys: dict[str, set[Key]] = {}  # of KV offers, by request
-        cuda = links.cuda
+        cuda = context.cuda
         self._buffers = ReceiveBuffers() if cuda is None else DeviceReceiveBuffers(cuda, choose_device(config.device))
         self._device_parts = asyncio.Semaphore(MAX_DEVICE_PARTS)
         self._stored_s: dict[Key, float] = {}  # when the engine received a tensor, until its receipt
         self.outcomes: Counter[str] = Counter()
-        links.metrics.gauges["inputs_landing"] = lambda: len(self._buffers)
-        links.metrics.gauges["offers_open"] = lambda: len(self._offers)
+        context.metrics.gauges["inputs_landing"] = lambda: len(self._buffers)
+        context.metrics.gauges["offers_open"] = lambda: len(self._offers)
 
     async def run(self) -> None:
         """Receive tensors, until cancelled."""
@@ -83,11 +83,11 @@ class HandoffReceiver:
             case Offer() | KvOffer() if (error := self._refusal(key, message)) is not None:
                 self._answer(message.sender, Grant(*key, "refused", error=error))
             case Offer():
-                self._links.hops.mark(key, "offer_received")
+                self._context.hops.mark(key, "offer_received")
                 self._offers[key] = message
                 self._thread.submit(lambda engine: engine.offer(message))
             case KvOffer():
-                self._links.hops.mark(key, "offer_received")
+                self._context.hops.mark(key, "offer_received")
                 self._offers[key] = message
                 self._kv_keys.setdefault(message.request_id, set()).add(key)
                 self._thread.submit(lambda engine: engine.offer_kv(message))
@@ -102,12 +102,12 @@ class HandoffReceiver:
         offer = self._offers.get(key)
         match answer:
             case Grant(status="granted"):
-                self._links.hops.mark(key, "granted", since="offer_received")
+                self._context.hops.mark(key, "granted", since="offer_received")
                 if isinstance(offer, Offer):  # the tensor may come now
                     self._buffers.prepare(key, offer.sender, offer.shape, offer.dtype)
                 is_open = True
             case Receipt(status="stored"):
-                self._links.hops.mark(key, "stored", self._stored_s.pop(key, None), since="tensor_received")
+                self._context.hops.mark(key, "stored", self._stored_s.pop(key, None), since="tensor_received")
                 is_open = answer.input_id == KV_INPUT_ID  # more parts may come
             case _:
                 self._stored_s.pop(key, None)
@@ -138,7 +138,7 @@ class HandoffReceiver:
                 return ErrorInfo("internal_error", fault)
         if key not in self._offers and len(self._offers) >= MAX_OFFERS:
             self.outcomes["overflow"] += 1
-            what = f"{len(self._offers)} offers are under way to {self._links.instance_id}, the limit is {MAX_OFFERS}"
+            what = f"{len(self._offers)} offers are under way to {self._context.instance_id}, the limit is {MAX_OFFERS}"
             return ErrorInfo("overloaded", f"{what}: try again later")
         return None
 
@@ -162,17 +162,17 @@ class HandoffReceiver:
     def _answer(self, sender: str, answer: Grant | Receipt) -> None:
         if isinstance(answer, Grant):
             self.outcomes[answer.status] += 1
-            self._links.channels.send(sender, "allocated", answer)
+            self._context.channels.send(sender, "allocated", answer)
         else:
             self.outcomes[f"receipt_{answer.status}"] += 1
-            self._links.channels.send(sender, "injected", answer)
+            self._context.channels.send(sender, "injected", answer)
 
     def _expect(self, target: PushTarget) -> None:
         """Accept memory pushed by the sender of an offer; discard the memory of a tensor that is not awaited."""
         header, key = target.header, key_of(target.header)
         offer = self._offers.get(key)
         is_awaited = isinstance(offer, Offer) and _as_offered(offer) == _as_offered(header)
-        if not (is_awaited and header.receiver_epoch == self._links.epoch and self._buffers.expect(key, target)):
+        if not (is_awaited and header.receiver_epoch == self._context.epoch and self._buffers.expect(key, target)):
             target.discard()
 
     # --- tensors
@@ -195,12 +195,12 @@ class HandoffReceiver:
         offer = self._offers.get(key)
         if offer is not None and offer.sender != header.sender:
             self.outcomes["stray"] += 1
-        elif offer is None or header.receiver_epoch != self._links.epoch:
+        elif offer is None or header.receiver_epoch != self._context.epoch:
             self._answer(header.sender, Receipt(*key, "cancelled", header.part))
         elif (fault := received.fault or _tensor_fault(received, offer)) is not None:
             self._refuse(key, header, fault)
         else:
-            self._links.hops.mark(key, "tensor_received")
+            self._context.hops.mark(key, "tensor_received")
             return offer
         return None
 
@@ -209,7 +209,7 @@ class HandoffReceiver:
         if isinstance(tensor, str):
             self._refuse(key, received.header, tensor)
         else:
-            self._links.hops.mark(key, "landed")
+            self._context.hops.mark(key, "landed")
             self._thread.submit(lambda engine: self._deliver(engine, key, tensor))
 
     async def _receive_part(self, key: Key, received: ReceivedTensor) -> bool:

@@ -50,8 +50,8 @@ class DecoderService(ABC):
     may_encode: ClassVar[bool] = False
     """Whether the role encodes as a fallback if the settings say so."""
 
-    def __init__(self, links: WorkerContext) -> None:
-        self._links = links
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
         self._outcomes: Counter[str] = Counter()  # of requests, beside those of handoffs
         self._num_integrity_failures = 0
         self._is_checked = True  # whether the engine has done nothing since its last check
@@ -61,17 +61,17 @@ class DecoderService(ABC):
             next_deadline_s=lambda engine: engine.next_deadline_s(),
             answer=lambda engine: engine.answer(),
         )
-        self._receiver = HandoffReceiver(links, self.thread)
+        self._receiver = HandoffReceiver(context, self.thread)
         self.tensor_address = self._receiver.tensor_address
-        fallback = self.may_encode and links.settings.encoder_fallback and links.info.media_kind is not None
-        self._encoding = LocalEncodeStage(links, self.thread, fallback) if fallback or self.always_encodes else None
-        links.metrics.tallies["handoffs"] = lambda: self._receiver.outcomes + self._outcomes
-        links.metrics.gauges["integrity_failures"] = lambda: self._num_integrity_failures
+        fallback = self.may_encode and context.settings.encoder_fallback and context.info.media_kind is not None
+        self._encoding = LocalEncodeStage(context, self.thread, fallback) if fallback or self.always_encodes else None
+        context.metrics.tallies["handoffs"] = lambda: self._receiver.outcomes + self._outcomes
+        context.metrics.gauges["integrity_failures"] = lambda: self._num_integrity_failures
 
     def _build(self) -> DecoderEngine:
-        links, beside = self._links, 0 if self._encoding is None else self._encoding.taken_bytes
-        lease_s = links.settings.handoff_timeout_s
-        return DecoderEngine(links.info, links.engine_config, links.instance_id, lease_s, beside)
+        context, beside = self._context, 0 if self._encoding is None else self._encoding.taken_bytes
+        lease_s = context.settings.handoff_timeout_s
+        return DecoderEngine(context.info, context.engine_config, context.instance_id, lease_s, beside)
 
     @property
     def encodes(self) -> bool:
@@ -105,7 +105,7 @@ class DecoderService(ABC):
             self._generate(proxy, message)
         elif isinstance(message, StopSequence):
             request_id, index = message.request_id, message.index
-            request = self._links.proxies.get(request_id)
+            request = self._context.proxies.get(request_id)
             if request is not None and request.proxy == proxy:
                 self.thread.submit(lambda engine: engine.stop_sequence(request_id, index))
         elif isinstance(message, Encode):
@@ -123,18 +123,18 @@ class DecoderService(ABC):
         """Return the reason to refuse a request; None to accept."""
 
     def _refuse(self, proxy: bytes, message: Generate, error: ErrorInfo) -> None:
-        self._links.send(proxy, Failed(message.request_id, error, message.attempt))
+        self._context.send(proxy, Failed(message.request_id, error, message.attempt))
 
     def _generate(self, proxy: bytes, message: Generate) -> None:
         if (why := self._refusal(message)) is not None:
-            what = f"{self._links.instance_id} is a {self.role} worker: {why}"
+            what = f"{self._context.instance_id} is a {self.role} worker: {why}"
             self._refuse(proxy, message, ErrorInfo("invalid_request", what))
             return
-        proxies, request_id = self._links.proxies, message.request_id
+        proxies, request_id = self._context.proxies, message.request_id
         known = proxies.get(request_id)
         if known is not None:
             if not proxies.owns(proxy, request_id):
-                what = f"another proxy has a request {request_id} on {self._links.instance_id}"
+                what = f"another proxy has a request {request_id} on {self._context.instance_id}"
                 self._refuse(proxy, message, ErrorInfo("unavailable", f"{what}: try again"))
                 return
             if known.proxy == proxy and message.attempt <= known.attempt:
@@ -148,9 +148,9 @@ class DecoderService(ABC):
     def _begin(self, proxy: bytes, message: Generate) -> None:
         num_tokens, sampling = len(message.prompt_token_ids), message.sampling
         if not message.prefill_for:  # before the engine has checked the request: finite for any sampling parameters
-            most = min(max(0, sampling.max_tokens), self._links.info.max_model_len)
+            most = min(max(0, sampling.max_tokens), self._context.info.max_model_len)
             num_tokens += most * min(max(0, sampling.num_sequences), MAX_SEQUENCES)
-        self._links.proxies.add(proxy, message.request_id, num_tokens, message.attempt)
+        self._context.proxies.add(proxy, message.request_id, num_tokens, message.attempt)
         self.thread.submit(
             lambda engine: engine.add_request(
                 message.request_id,
@@ -166,13 +166,13 @@ class DecoderService(ABC):
         )
 
     def _encode(self, proxy: bytes, message: Encode) -> None:
-        own = self._links.instance_id
+        own = self._context.instance_id
         if self._encoding is not None and message.destination == own:
             self._encoding.submit(proxy, message)
             return
         why = "it encodes only for itself" if self._encoding is not None else "it has no encoder"
         error = ErrorInfo("invalid_request", f"{own} is a {self.role} worker: {why}")
-        self._links.send(proxy, Encoded(*key_of(message), error))
+        self._context.send(proxy, Encoded(*key_of(message), error))
 
     # --- from the engine
 
@@ -198,7 +198,7 @@ class DecoderService(ABC):
         """Handle events, but for those of an aborted attempt: the request may be here again."""
         for event in events:
             if isinstance(event, Tokens | Failed | PrefillEvent):
-                request = self._links.proxies.get(event.request_id)
+                request = self._context.proxies.get(event.request_id)
                 if request is None or request.attempt != event.attempt:
                     continue
             self._handle_event(event)
@@ -212,29 +212,29 @@ class DecoderService(ABC):
         elif isinstance(event, InputNeeded):
             self._outcomes["input_needed"] += 1
             # Behind the last word of this process's own encoder, that the input was stored: this is no failure.
-            asyncio.get_running_loop().call_soon(self._links.reply, event.request_id, event)
+            asyncio.get_running_loop().call_soon(self._context.reply, event.request_id, event)
         elif self._encoding is None or not self._encoding.sink.settle(event):
             self._receiver.settle(event)
 
     def _fail(self, event: Failed) -> None:
-        self._links.reply(event.request_id, event)
+        self._context.reply(event.request_id, event)
         self._give_up(event.request_id)
 
     def _send_tokens(self, event: Tokens) -> None:
-        request = self._links.proxies.get(event.request_id)
+        request = self._context.proxies.get(event.request_id)
         if request is not None and not request.has_begun:
             request.has_begun = True
-            self._links.metrics.first_token_seconds.observe(time.monotonic() - request.arrived_s)
+            self._context.metrics.first_token_seconds.observe(time.monotonic() - request.arrived_s)
             self._receiver.started(event.request_id, event.attempt)
-        if not self._links.reply(event.request_id, event):
+        if not self._context.reply(event.request_id, event):
             self.abort(event.request_id)
         elif event.done:
-            self._links.metrics.observe_spans(event.spans)
-            self._links.proxies.remove(event.request_id)
+            self._context.metrics.observe_spans(event.spans)
+            self._context.proxies.remove(event.request_id)
 
     def _give_up(self, request_id: str) -> None:
         """Forget a request before its end: its items stop, too."""
-        self._links.proxies.remove(request_id)
+        self._context.proxies.remove(request_id)
         if self._encoding is not None:
             self._encoding.abort(request_id)
 

@@ -26,22 +26,22 @@ class EncoderService:
     tensor_address = ""
     encodes = False
 
-    def __init__(self, links: WorkerContext) -> None:
-        self._links = links
-        self._tensors = links.tensor_sender()
-        self._handoffs = HandoffSender(links.channels, self._tensors, links.settings.handoff_timeout_s)
-        engine = links.settings.engine
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._tensors = context.tensor_sender()
+        self._handoffs = HandoffSender(context.channels, self._tensors, context.settings.handoff_timeout_s)
+        engine = context.settings.engine
         kept_bytes = output_cache_bytes(engine, choose_device(engine.device))
         self.stage = EncodeStage(
-            links,
-            RemoteSink(links, self._handoffs),
+            context,
+            RemoteSink(context, self._handoffs),
             prepare=Outgoing(OUTGOING_BYTES["cuda"] + kept_bytes).keep,
             output_cache_bytes=kept_bytes,
-            owners=links.proxies,
+            owners=context.proxies,
         )
         self.threads = (self.stage.thread,)
-        links.metrics.gauges["handoffs_open"] = lambda: self._handoffs.num_open
-        links.metrics.tallies["handoffs"] = lambda: self._handoffs.outcomes
+        context.metrics.gauges["handoffs_open"] = lambda: self._handoffs.num_open
+        context.metrics.tallies["handoffs"] = lambda: self._handoffs.outcomes
 
     async def start(self, own: InstanceRecord) -> None:
         self._handoffs.own = own
@@ -57,14 +57,14 @@ class EncoderService:
         if isinstance(message, Encode):
             self.stage.submit(proxy, message)
         elif isinstance(message, Generate):
-            what = f"{self._links.instance_id} is an encoder: it generates nothing"
-            self._links.send(proxy, Failed(message.request_id, ErrorInfo("invalid_request", what), message.attempt))
+            what = f"{self._context.instance_id} is an encoder: it generates nothing"
+            self._context.send(proxy, Failed(message.request_id, ErrorInfo("invalid_request", what), message.attempt))
 
     def handle_delivery(self, delivery: Delivery) -> None:
         self._handoffs.handle(delivery)
 
     def abort(self, request_id: str) -> None:
-        self._links.proxies.remove(request_id)
+        self._context.proxies.remove(request_id)
         self.stage.abort(request_id)
 
     def close(self) -> None:

@@ -24,21 +24,21 @@ def check_role(name: str, info: ModelInfo) -> Role:
     return name
 
 
-def make_role(role: Role, links: WorkerContext) -> RoleService:
+def make_role(role: Role, context: WorkerContext) -> RoleService:
     """The service of a role; must be called on the loop."""
     match role:
         case "encoder":
             from services.roles.encoder import EncoderService
 
-            return EncoderService(links)
+            return EncoderService(context)
         case "prefill":
             from services.roles.prefill import PrefillService
 
-            return PrefillService(links)
+            return PrefillService(context)
         case "proxy":
             raise TriptychError("invalid_request", "a proxy is no worker", "role")
         case _:
             from services.roles.decoder import DecodeService, EncodePrefillDecodeService, PrefillDecodeService
 
             services = DecodeService, PrefillDecodeService, EncodePrefillDecodeService
-            return next(service(links) for service in services if service.role == role)
+            return next(service(context) for service in services if service.role == role)

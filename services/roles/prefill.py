@@ -24,17 +24,17 @@ class PrefillService(DecoderService):
     channels: ClassVar[tuple[ChannelName, ...]] = ("metadata", "allocated", "injected")
     may_encode = True
 
-    def __init__(self, links: WorkerContext) -> None:
-        super().__init__(links)
-        self._tensors = links.tensor_sender()
-        self._handoffs = HandoffSender(links.channels, self._tensors, links.settings.handoff_timeout_s)
-        self._sender = KvSender(links, self.thread, self._handoffs)
-        links.metrics.gauges["prefills_open"] = lambda: self._sender.num_open
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._tensors = context.tensor_sender()
+        self._handoffs = HandoffSender(context.channels, self._tensors, context.settings.handoff_timeout_s)
+        self._sender = KvSender(context, self.thread, self._handoffs)
+        context.metrics.gauges["prefills_open"] = lambda: self._sender.num_open
         early_parts = "kv_parts_sent_while_prefilling_total"
-        links.metrics.gauges[early_parts] = lambda: self._sender.num_parts_while_prefilling
-        links.metrics.gauges["handoffs_open"] = lambda: self._handoffs.num_open
-        links.metrics.tallies["prefills"] = lambda: self._sender.outcomes
-        links.metrics.tallies["kv_handoffs"] = lambda: self._handoffs.outcomes
+        context.metrics.gauges[early_parts] = lambda: self._sender.num_parts_while_prefilling
+        context.metrics.gauges["handoffs_open"] = lambda: self._handoffs.num_open
+        context.metrics.tallies["prefills"] = lambda: self._sender.outcomes
+        context.metrics.tallies["kv_handoffs"] = lambda: self._handoffs.outcomes
 
     async def start(self, own: InstanceRecord) -> None:
         self._handoffs.own = own
@@ -66,16 +66,16 @@ class PrefillService(DecoderService):
         return None
 
     def _refuse(self, proxy: bytes, message: Generate, error: ErrorInfo) -> None:
-        self._links.send(proxy, Prefilled(message.request_id, message.attempt, error))
+        self._context.send(proxy, Prefilled(message.request_id, message.attempt, error))
 
     def _begin(self, proxy: bytes, message: Generate) -> None:
         super()._begin(proxy, message)
         task = self._sender.begin(message)
-        task.add_done_callback(partial(self._end, message.request_id, self._links.proxies.get(message.request_id)))
+        task.add_done_callback(partial(self._end, message.request_id, self._context.proxies.get(message.request_id)))
 
     def _end(self, request_id: str, request: OwnedRequest | None, _: asyncio.Task[None]) -> None:
         """Forget a request after its reply, but no later attempt, and none that was aborted before."""
-        if request is not None and self._links.proxies.get(request_id) is request:
+        if request is not None and self._context.proxies.get(request_id) is request:
             self._give_up(request_id)
 
     def _handle_event(self, event: Event) -> None:

@@ -282,7 +282,7 @@ class SimulatedClient:
             self._connection.to_worker.clear()
 
 
-class SimulatedSending:
+class SimulatedPushBuffer:
     """Stands in for `push_buffer.PushBuffer`: the tensor leaves when it is made, before the loop hears of it."""
 
     scheme = "simulated"
@@ -310,9 +310,9 @@ class SimulatedTensorSender:
         self.num_sent: Counter[str] = Counter()
         self.num_fallbacks: Counter[str] = Counter()
 
-    def reserve_early(self, receiver: InstanceRecord, header: TensorHeader) -> SimulatedSending | None:
+    def reserve_early(self, receiver: InstanceRecord, header: TensorHeader) -> SimulatedPushBuffer | None:
         known = receiver.instance_id in self._network.epochs
-        return SimulatedSending(self._network, receiver.instance_id, header) if known else None
+        return SimulatedPushBuffer(self._network, receiver.instance_id, header) if known else None
 
     async def send(self, receiver: InstanceRecord, header: TensorHeader, data: memoryview, timeout_s: float) -> None:
         if receiver.instance_id not in self._network.epochs:

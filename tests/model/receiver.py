@@ -33,11 +33,11 @@ FAR_S = 1e12
 """Deadlines pass when the world says so."""
 ROW_BYTES = HIDDEN * 4
 SAMPLING = SamplingParams()
-EXPECTATION = OfferCheck(HIDDEN, vocab_size=20, max_rows=50, placeholder=PAD)
-CROSS_EXPECTATION = OfferCheck(HIDDEN, vocab_size=20, max_rows=50, placeholder=None, cross_attention=True)
+OFFER_CHECK = OfferCheck(HIDDEN, vocab_size=20, max_rows=50, placeholder=PAD)
+CROSS_OFFER_CHECK = OfferCheck(HIDDEN, vocab_size=20, max_rows=50, placeholder=None, cross_attention=True)
 _tensors: dict[tuple[str, int], torch.Tensor] = {}
 """What encoders make of each content: another number for each."""
-COVERAGE = CacheLookup(BlockManager(BlockPool(2), block_size=4), enabled=False)
+CACHE_LOOKUP = CacheLookup(BlockManager(BlockPool(2), block_size=4), enabled=False)
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ class Receiver:
     @classmethod
     def of(cls, plan: Plan) -> Receiver:
         cache = EncoderCacheManager(plan.budget_rows * ROW_BYTES)
-        expectation = CROSS_EXPECTATION if plan.cross_attention else EXPECTATION
+        offer_check = CROSS_OFFER_CHECK if plan.cross_attention else OFFER_CHECK
         state = EngineState()
-        return cls(plan, state, InputReceiver(state, cache, expectation, COVERAGE, lease_s=FAR_S), offerable={})
+        return cls(plan, state, InputReceiver(state, cache, offer_check, CACHE_LOOKUP, lease_s=FAR_S), offerable={})
 
     # --- what can happen
 
@@ -316,5 +316,5 @@ class Receiver:
         return request.request_id, request.sequences[0].num_computed_tokens, len(request.prompt), inputs
 
     def copy(self) -> Receiver:
-        constants = (self.plan, SAMPLING, EXPECTATION, CROSS_EXPECTATION, COVERAGE)
+        constants = (self.plan, SAMPLING, OFFER_CHECK, CROSS_OFFER_CHECK, CACHE_LOOKUP)
         return copy_sharing(self, (*constants, *_tensors.values()))

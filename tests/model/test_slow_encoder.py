@@ -112,7 +112,7 @@ def test_a_request_that_is_gone_is_not_computed_however_long_it_has_waited() -> 
         assert len(SlowEncoder.begun) == 2
         cluster.leave(clients[2])
         go_on(cluster, 1.0)
-        assert cluster.workers["e0"]._links.metrics.gauges["encoder_items_open"]() == 1
+        assert cluster.workers["e0"]._context.metrics.gauges["encoder_items_open"]() == 1
         cluster.run_quietly()
         assert [client.error for client in clients[:2]] == [None, None]
         assert len(SlowEncoder.begun) == 2

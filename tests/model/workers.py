@@ -82,7 +82,7 @@ class SteppedThread(EngineThread[Any, Any]):
         self._turn(self.engine)
 
 
-class SimulatedLinks(WorkerContext):
+class SimulatedContext(WorkerContext):
     """Connections of a worker into the simulated network."""
 
     receiver: SimulatedTensorReceiver
@@ -109,14 +109,14 @@ class SimulatedWorker(WorkerProcess):
         self.server = SimulatedServer(network, (instance_id, epoch))
         self._server = cast(Any, self.server)
         self.receiver = SimulatedTensorReceiver()
-        self._links = SimulatedLinks(
+        self._context = SimulatedContext(
             settings=settings,
             info=model_info(),
             instance_id=instance_id,
             epoch=epoch,
             host="simulated",
             dtype="float32",
-            context=cast(Any, None),
+            zmq_context=cast(Any, None),
             redis=cast(Any, None),
             registry=registry,
             channels=cast(Any, SimulatedChannels(network, lambda: self.alive)),
@@ -125,10 +125,10 @@ class SimulatedWorker(WorkerProcess):
             metrics=WorkerMetrics(),
             hops=HandoffTrace(),
         )
-        object.__setattr__(self._links, "network", network)
-        object.__setattr__(self._links, "receiver", self.receiver)
-        self._role = self.role = make_role(role, self._links)
-        self.record = make_record(self._links, self.role, http_port=0, drain=DrainState(lambda: 0, 0.0))
+        object.__setattr__(self._context, "network", network)
+        object.__setattr__(self._context, "receiver", self.receiver)
+        self._role = self.role = make_role(role, self._context)
+        self.record = make_record(self._context, self.role, http_port=0, drain=DrainState(lambda: 0, 0.0))
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -178,7 +178,7 @@ class SimulatedWorker(WorkerProcess):
 
     def what_is_held(self) -> dict[str, float]:
         """What is not 0 though it should be in a worker that has nothing to do."""
-        gauges = self._links.metrics.gauges
+        gauges = self._context.metrics.gauges
         held: dict[str, float] = {name: gauges[name]() for name in HELD & gauges.keys()}
         held["requests"] = len(self._proxies)
         receiver = getattr(self.role, "_receiver", None)

@@ -70,7 +70,7 @@ class ProxyHarness:
 
     def _leftovers(self) -> list[str]:
         service, pool = self.service, self.service.pool
-        counts = {"flights": len(service.dispatcher.runners), "inflight": service.admission.inflight}
+        counts = {"running jobs": len(service.dispatcher.runners), "inflight": service.admission.inflight}
         counts["held bytes"] = service.admission.budget.held_bytes
         counts |= {f"{name} line": line.num_waiting for name, line in service.lines.items()}
         loads = [f"{one.instance_id}: {one.load}" for one in pool.workers(*WORKER_ROLES) if one.load != Load()]

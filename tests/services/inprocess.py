@@ -66,17 +66,17 @@ class InProcess(Generic[R]):
         return self.of(kind, request_id)[0]
 
     def gauge(self, name: str) -> float:
-        return self.shell._links.metrics.gauges[name]()
+        return self.shell._context.metrics.gauges[name]()
 
     def tally(self, name: str) -> dict[str, int]:
-        return dict(self.shell._links.metrics.tallies[name]())
+        return dict(self.shell._context.metrics.tallies[name]())
 
 
 @asynccontextmanager
 async def in_process(
     broker_url: str,
     redis: Redis,
-    context: zmq.asyncio.Context,
+    zmq_context: zmq.asyncio.Context,
     role: Callable[[WorkerContext], R],
     *,
     engine: dict[str, Any] | None = None,
@@ -87,8 +87,8 @@ async def in_process(
     values = {"broker": broker_url, "cluster": CLUSTER, "instance_id": "w0", "port": 0, "engine": config} | settings
     roles: list[R] = []
 
-    def make(links: WorkerContext) -> R:
-        roles.append(role(links))
+    def make(context: WorkerContext) -> R:
+        roles.append(role(context))
         return roles[0]
 
     shell = WorkerProcess(Settings(**values), load_model_info("signpost"), "float32", make)
@@ -96,7 +96,7 @@ async def in_process(
     worker = InProcess(shell, roles[0], task, redis)
     try:
         address = (await worker.record()).requests_address
-        async with WorkerClient(context, address, "proxy") as worker.proxy, running(worker.collect()):
+        async with WorkerClient(zmq_context, address, "proxy") as worker.proxy, running(worker.collect()):
             yield worker
     finally:
         shell.stop.set()
@@ -106,7 +106,7 @@ async def in_process(
 class Peer:
     """The other side of a handoff under test: instance `peer`, of a role, that does only what it is told."""
 
-    def __init__(self, redis: Redis, context: zmq.asyncio.Context, worker: InstanceRecord, role: Role) -> None:
+    def __init__(self, redis: Redis, zmq_context: zmq.asyncio.Context, worker: InstanceRecord, role: Role) -> None:
         self.instance_id = "peer"
         self.worker = worker
         self.redis = redis
@@ -115,8 +115,8 @@ class Peer:
         receives = role in ("prefill_decode", "decode")
         names: tuple[ChannelName, ...] = ("metadata",) if receives else ("allocated", "injected")
         self._reader = ChannelReader(redis, CLUSTER, self.instance_id, names)
-        self._receiver = TensorReceiver(context, max_bytes=2**26)
-        self.tensors = TensorSender(context)
+        self._receiver = TensorReceiver(zmq_context, max_bytes=2**26)
+        self.tensors = TensorSender(zmq_context)
         self.received: list[HandoffMessage] = []
         self.record = msgspec.structs.replace(
             worker, instance_id=self.instance_id, role=role, epoch=7, tensor_address=self._receiver.address

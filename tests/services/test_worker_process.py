@@ -58,7 +58,7 @@ class IdleEngine:
 class IdleRole:
     """A role that only notes what it is told. `may_load` holds the model back."""
 
-    links: WorkerContext
+    context: WorkerContext
     may_load: threading.Event
     aborted: list[str] = field(default_factory=list)
     num_reviews: int = 0
@@ -88,12 +88,12 @@ class IdleRole:
 
     def handle_request(self, proxy: bytes, message: ToWorker) -> None:
         if isinstance(message, Generate):
-            self.links.proxies.add(proxy, message.request_id, attempt=message.attempt)
+            self.context.proxies.add(proxy, message.request_id, attempt=message.attempt)
 
     def handle_delivery(self, delivery: Delivery) -> None: ...
 
     def abort(self, request_id: str) -> None:
-        self.links.proxies.remove(request_id)
+        self.context.proxies.remove(request_id)
         self.aborted.append(request_id)
 
     def review(self, instances: dict[str, InstanceRecord]) -> None:
@@ -132,8 +132,8 @@ async def worker(broker_url: str, redis: Redis, *, may_load: bool = True, **chan
     settings = Settings(broker=broker_url, cluster="c", instance_id="w0", port=0, **changes)
     roles: list[IdleRole] = []
 
-    def make_role(links: WorkerContext) -> IdleRole:
-        roles.append(IdleRole(links, loading))
+    def make_role(context: WorkerContext) -> IdleRole:
+        roles.append(IdleRole(context, loading))
         return roles[0]
 
     running_shell = WorkerProcess(settings, load_model_info("signpost"), "float32", make_role)
@@ -243,13 +243,13 @@ async def test_aborts_reach_the_role_but_not_for_other_proxies_requests(
         address = (await running.record()).requests_address
         async with WorkerClient(zmq_context, address, "p0") as owner, WorkerClient(zmq_context, address, "p1") as other:
             await owner.send(Generate("r", [1], [], SamplingParams()))
-            await eventually(lambda: len(running.role.links.proxies) == 1)
+            await eventually(lambda: len(running.role.context.proxies) == 1)
             await other.send(Abort("r"))
             await other.send(Abort("unknown"))
             await eventually(lambda: running.role.aborted == ["unknown"])
             await owner.send(Abort("r"))
             await eventually(lambda: running.role.aborted == ["unknown", "r"])
-            assert len(running.role.links.proxies) == 0
+            assert len(running.role.context.proxies) == 0
 
 
 async def test_a_proxy_that_asks_for_a_request_is_told_only_if_it_is_not_here(
@@ -260,8 +260,8 @@ async def test_a_proxy_that_asks_for_a_request_is_told_only_if_it_is_not_here(
         async with WorkerClient(zmq_context, address, "p0") as proxy, asyncio.timeout(5):
             for name in ("r", "ended"):
                 await proxy.send(Generate(name, [1], [], SamplingParams(), attempt=2))
-            await eventually(lambda: len(running.role.links.proxies) == 2)
-            running.role.links.proxies.remove("ended")
+            await eventually(lambda: len(running.role.context.proxies) == 2)
+            running.role.context.proxies.remove("ended")
             for inquiry in (Inquiry("r", 2), Inquiry("ended", 2), Inquiry("r", 1), Inquiry("lost", 3)):
                 await proxy.send(inquiry)
             answers = [await proxy.receive(), await proxy.receive()]
@@ -295,10 +295,10 @@ async def test_what_a_proxy_leaves_is_dropped_at_once_while_the_broker_stands_st
             await eventually(lambda: running.shell.ready() is None)
             async with WorkerClient(zmq_context, address, "p0") as proxy:
                 await proxy.send(Generate("r", [1], [], SamplingParams()))
-                await eventually(lambda: len(running.role.links.proxies) == 1)
+                await eventually(lambda: len(running.role.context.proxies) == 1)
                 cable.set("stall")
                 await eventually(lambda: running.shell.ready() == "the broker is not reachable", 10.0)
-            outstanding = running.role.links.metrics.gauges["requests_outstanding"]
+            outstanding = running.role.context.metrics.gauges["requests_outstanding"]
             await eventually(lambda: outstanding() == 0, 2 * HEARTBEAT_S)
             assert running.role.aborted == ["r"]
             cable.set("pass")
@@ -369,10 +369,10 @@ async def leaving(
         address = (await running.record()).requests_address
         await eventually(lambda: running.shell.ready() is None)
         async with WorkerClient(zmq_context, address, "p0") as proxy:
-            delay = running.role.links.metrics.gauges["first_request_delay_seconds"]
+            delay = running.role.context.metrics.gauges["first_request_delay_seconds"]
             assert delay() == 0.0
             await proxy.send(Generate("r", [1], [], SamplingParams()))
-            await eventually(lambda: len(running.role.links.proxies) == 1)
+            await eventually(lambda: len(running.role.context.proxies) == 1)
             assert delay() > 0.0
             yield Leaving(running, proxy)
 
@@ -391,7 +391,7 @@ async def test_a_drained_worker_is_marked_at_once_finishes_what_it_has_and_ends(
     assert (ready.status_code, ready.json()["reason"].split(":")[0]) == (503, "draining")
     assert (await leaving.running.get("/health")).status_code == 200
     await leaving.proxy.send(Generate("late", [1], [], SamplingParams()))  # by a proxy that has not noticed yet
-    await eventually(lambda: len(leaving.running.role.links.proxies) == 2)
+    await eventually(lambda: len(leaving.running.role.context.proxies) == 2)
     leaving.finish_request()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.5):
@@ -455,14 +455,14 @@ async def test_a_port_that_is_taken_is_named() -> None:
         settings = Settings(broker="redis://127.0.0.1:1", port=port)
         with pytest.raises(TriptychError, match=f"127.0.0.1:{port}.*give another --port"):
             WorkerProcess(
-                settings, load_model_info("signpost"), "float32", lambda links: IdleRole(links, threading.Event())
+                settings, load_model_info("signpost"), "float32", lambda context: IdleRole(context, threading.Event())
             )
 
 
 async def test_a_worker_without_a_broker_says_what_to_do() -> None:
     with pytest.raises(TriptychError, match="--broker"):
         WorkerProcess(
-            Settings(), load_model_info("signpost"), "float32", lambda links: IdleRole(links, threading.Event())
+            Settings(), load_model_info("signpost"), "float32", lambda context: IdleRole(context, threading.Event())
         )
 
 

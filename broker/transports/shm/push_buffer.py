@@ -27,7 +27,7 @@ from broker.transports.checksums import PIECE_BYTES
 from broker.transports.linked.wire import Announce
 from broker.transports.received import Bytes
 from broker.transports.shm import segment
-from broker.transports.shm.wire import Give, TakeBack, ToReceiver, Written
+from broker.transports.shm.wire import PushOffer, PushWithdraw, ToReceiver, Written
 from common.hashing import Checksum
 from common.messages import TensorHeader
 
@@ -132,7 +132,7 @@ class PushBuffers:
         except OSError:
             return None
         try:
-            if not self.try_send(Give(slot, header), [fd]):
+            if not self.try_send(PushOffer(slot, header), [fd]):
                 return None
         finally:
             os.close(fd)
@@ -163,7 +163,7 @@ class PushBuffers:
         with self._reporting:
             while self._withdrawn:
                 slot = self._withdrawn[0]
-                if not self.try_send(TakeBack(slot), ()):
+                if not self.try_send(PushWithdraw(slot), ()):
                     return False
                 self._withdrawn.popleft()
                 self._open.discard(slot)

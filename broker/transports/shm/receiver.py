@@ -16,7 +16,7 @@ from broker.transports.linked.receiver import LinkedPeer, LinkedReceiver
 from broker.transports.linked.wire import NONCE_BYTES, Announce, Welcome
 from broker.transports.received import Bytes, PushTarget, ReceivedTensor
 from broker.transports.shm import push_buffer, segment
-from broker.transports.shm.wire import VERSION, Bundle, Give, Hello, TakeBack, Written, for_receiver
+from broker.transports.shm.wire import VERSION, AnnounceBatch, Hello, PushOffer, PushWithdraw, Written, for_receiver
 from common.messages import encode
 from common.telemetry import get_logger
 
@@ -60,28 +60,28 @@ class ShmPeer(LinkedPeer):
                     self._arena = segment.open_received(fds[0], message.arena_bytes)
                     self._packets.try_send(encode(Welcome(self._arena[:NONCE_BYTES].tobytes(), self._max_bytes)))
                     self._deadline.cancel()
-                case Give():
+                case PushOffer():
                     self._begin_push(message, fds)
                 case Written(slot=slot, num_bytes=num_bytes):
                     self._target(slot).read_to(num_bytes)
-                case TakeBack(slot=slot):
+                case PushWithdraw(slot=slot):
                     self._target(slot).discard()
                     del self._pushed[slot]
                 case Announce(slot=slot) if slot in self._pushed:
                     self._receive_pushed(message)
-                case Bundle():
-                    self._receive_bundle(message)
+                case AnnounceBatch():
+                    self._receive_batch(message)
                 case Announce():
                     self._receive(message, fds)
         finally:
             packets.close_all(fds)
 
-    def _begin_push(self, message: Give, fds: list[int]) -> None:
+    def _begin_push(self, message: PushOffer, fds: list[int]) -> None:
         slot, size = message.slot, message.header.size_bytes
         if self._arena is None or not 0 < size <= min(self._max_bytes, push_buffer.MAX_BYTES) or len(fds) != 1:
             raise ValueError(f"memory of {size} bytes is given, in {len(fds)} descriptors")
         if slot in self._pushed or slot in self._held or len(self._pushed) >= push_buffer.MAX_PUSHES:
-            raise ValueError(f"slot {slot} again, or more than {push_buffer.MAX_PUSHES} gifts at once")
+            raise ValueError(f"slot {slot} again, or more than {push_buffer.MAX_PUSHES} push buffers at once")
         try:
             memory = segment.open_received(fds[0], size, writable=True)
         except OSError as error:  # too many mappings: the tensor has to come another way
@@ -110,15 +110,15 @@ class ShmPeer(LinkedPeer):
         data = self._view(announced.slot, memory, announced.offset, size)
         self._receiver.deliver(ReceivedTensor(announced.header, data))
 
-    def _receive_bundle(self, bundle: Bundle) -> None:
-        self._check(bundle.slot, max(header.size_bytes for header in bundle.headers), greeted=self._arena is not None)
+    def _receive_batch(self, batch: AnnounceBatch) -> None:
+        self._check(batch.slot, max(header.size_bytes for header in batch.headers), greeted=self._arena is not None)
         assert self._arena is not None
         ends, end = [], 0
-        for header in bundle.headers:
+        for header in batch.headers:
             end = aligned(end) + header.size_bytes
             ends.append(end)
-        data = self._view(bundle.slot, self._arena, bundle.offset, end)
-        for header, end in zip(bundle.headers, ends, strict=True):
+        data = self._view(batch.slot, self._arena, batch.offset, end)
+        for header, end in zip(batch.headers, ends, strict=True):
             self._receiver.deliver(ReceivedTensor(header, data[end - header.size_bytes : end]))
 
     def _view(self, slot: int, memory: Bytes, offset: int, size: int) -> memoryview:

@@ -27,8 +27,8 @@ from broker.transports.arena import Arena, Notifier
 from broker.transports.base import QUEUE_TENSORS
 from broker.transports.linked.sender import Link, LinkedConnection
 from broker.transports.linked.wire import NONCE_BYTES, Announce
-from broker.transports.shm import announce_batch, segment
-from broker.transports.shm.announce_batch import AnnounceBatch
+from broker.transports.shm import announce_batcher, segment
+from broker.transports.shm.announce_batcher import AnnounceBatcher
 from broker.transports.shm.push_buffer import PushBuffer, PushBuffers
 from broker.transports.shm.receiver import SCHEME
 from broker.transports.shm.segment import ArenaSlice
@@ -60,7 +60,7 @@ class ShmConnection(LinkedConnection["ShmLink", memoryview]):
         if link is None or link.closed or self._turn.locked() or data.nbytes > checksums.TURN_BYTES:
             return False
         link.check_size(data.nbytes)
-        if data.nbytes <= announce_batch.MAX_BYTES and link.batch.add(header, data):
+        if data.nbytes <= announce_batcher.MAX_BYTES and link.batcher.add(header, data):
             return True
         part = link.reserve_now(data.nbytes)
         if part is None:
@@ -96,7 +96,7 @@ class ShmLink(Link[memoryview, ArenaSlice]):
         except BaseException:
             self._packets.close()
             raise
-        self.batch = AnnounceBatch(self._packets, self.reserve_now)
+        self.batcher = AnnounceBatcher(self._packets, self.reserve_now)
         self._pushes = PushBuffers(ShmConnection.scheme, self._try_send)
 
     async def shake_hands(self) -> None:
@@ -135,13 +135,13 @@ class ShmLink(Link[memoryview, ArenaSlice]):
         return msgspec.structs.replace(header, checksum=checksum)
 
     async def announce(self, part: ArenaSlice, header: TensorHeader) -> None:
-        await self.batch.announced()
+        await self.batcher.announced()
         await self._packets.send(*_announcement(part, header))
 
     def announce_now(self, part: ArenaSlice, header: TensorHeader) -> bool:
         """Announce a tensor without waiting; False if impossible."""
         try:
-            return self.batch.announce() and self._packets.try_send(*_announcement(part, header))
+            return self.batcher.announce() and self._packets.try_send(*_announcement(part, header))
         except OSError:
             return False
 
@@ -166,7 +166,7 @@ class ShmLink(Link[memoryview, ArenaSlice]):
         self._changed.notify()
 
     def close(self) -> None:
-        self.batch.announce()
+        self.batcher.announce()
         self._pushes.close()
         super().close()
         if self._trimming is not None:

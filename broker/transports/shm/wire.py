@@ -2,13 +2,13 @@
 
 sender    Hello (with the arena's descriptor)  -->   receiver
           Announce, one per tensor             -->
-          Bundle, of small tensors             -->
+          AnnounceBatch, of small tensors      -->
 
 or, where memory is shared before the tensor is computed (see push_buffer):
 
-          Give (with a descriptor)             -->
+          PushOffer (with a descriptor)        -->
           Written, during the copy             -->
-          Announce, or TakeBack                -->
+          Announce, or PushWithdraw            -->
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from broker.transports.linked.wire import NONCE_BYTES, Announce
 from common.messages import Count, TensorHeader
 
 VERSION: Final = 4
-MAX_BUNDLED: Final = 16
-"""Tensors of one Bundle."""
+MAX_BATCH: Final = 16
+"""Tensors of one AnnounceBatch."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -34,15 +34,15 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     version: int = VERSION
 
 
-class Bundle(msgspec.Struct, frozen=True, tag="bundle"):
+class AnnounceBatch(msgspec.Struct, frozen=True, tag="bundle"):
     """Small tensors of one slot: the first at `offset` in the arena, the others at multiples of ALIGNMENT_BYTES."""
 
     slot: Count
     offset: Count
-    headers: Annotated[list[TensorHeader], msgspec.Meta(min_length=1, max_length=MAX_BUNDLED)]
+    headers: Annotated[list[TensorHeader], msgspec.Meta(min_length=1, max_length=MAX_BATCH)]
 
 
-class Give(msgspec.Struct, frozen=True, tag="give"):
+class PushOffer(msgspec.Struct, frozen=True, tag="give"):
     """Empty memory for a tensor still being computed, behind this packet's descriptor. `header` has no checksum."""
 
     slot: Count
@@ -56,11 +56,11 @@ class Written(msgspec.Struct, frozen=True, tag="written"):
     num_bytes: Count
 
 
-class TakeBack(msgspec.Struct, frozen=True, tag="take_back"):
+class PushWithdraw(msgspec.Struct, frozen=True, tag="take_back"):
     """No tensor will arrive in the pushed memory."""
 
     slot: Count
 
 
-ToReceiver: TypeAlias = Hello | Announce | Bundle | Give | Written | TakeBack
+ToReceiver: TypeAlias = Hello | Announce | AnnounceBatch | PushOffer | Written | PushWithdraw
 for_receiver: Final[Callable[[bytes | memoryview], ToReceiver]] = make_decode(ToReceiver)

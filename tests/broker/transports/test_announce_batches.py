@@ -11,9 +11,9 @@ from broker.transports.arena import ALIGNMENT_BYTES
 from broker.transports.base import QUEUE_TENSORS
 from broker.transports.linked import packets
 from broker.transports.linked.wire import Announce
-from broker.transports.shm import announce_batch as bundles
+from broker.transports.shm import announce_batcher
 from broker.transports.shm.sender import ShmLink
-from broker.transports.shm.wire import MAX_BUNDLED, Bundle, ToReceiver, for_receiver
+from broker.transports.shm.wire import MAX_BATCH, AnnounceBatch, ToReceiver, for_receiver
 from broker.transports.tensors import ReceivedTensor, TensorReceiver, TensorSender
 from tests.broker.transports.transport_kit import Kit, of_bytes, receive, to, transfer
 from tests.eventually import eventually
@@ -47,7 +47,7 @@ class Socket:
 
     def sizes(self) -> list[int]:
         """How many tensors each announcement was of."""
-        return [len(said.headers) if isinstance(said, Bundle) else 1 for said in self.announced]
+        return [len(said.headers) if isinstance(said, AnnounceBatch) else 1 for said in self.announced]
 
 
 @pytest.fixture
@@ -75,10 +75,10 @@ Ends = tuple[TensorSender, TensorReceiver]
 async def test_what_is_sent_in_one_turn_is_announced_together_but_for_the_first(ends: Ends, socket: Socket) -> None:
     """Odd sizes, none, and more than one announcement holds."""
     sender, receiver = ends
-    sent = await send_all(sender, receiver, [7, 0, 100, 13 * KIB + 1, 0, 64 * KIB, *range(MAX_BUNDLED)])
+    sent = await send_all(sender, receiver, [7, 0, 100, 13 * KIB + 1, 0, 64 * KIB, *range(MAX_BATCH)])
     received = await receive_all(receiver, len(sent))
     assert [tensor.data for tensor in received] == sent
-    assert socket.sizes() == [1, MAX_BUNDLED, 5]
+    assert socket.sizes() == [1, MAX_BATCH, 5]
 
 
 async def test_a_tensor_that_is_alone_in_its_turn_waits_for_no_other(ends: Ends, socket: Socket) -> None:
@@ -89,16 +89,18 @@ async def test_a_tensor_that_is_alone_in_its_turn_waits_for_no_other(ends: Ends,
         (await receive_all(receiver, 1)).pop().release()  # the loop turns
 
 
-async def test_a_bundle_is_as_large_as_its_room(ends: Ends, socket: Socket, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_batch_is_as_large_as_its_room(ends: Ends, socket: Socket, monkeypatch: pytest.MonkeyPatch) -> None:
     sender, receiver = ends
-    third = bundles.SLICE_BYTES // 3 - KIB
-    monkeypatch.setattr(bundles, "MAX_BYTES", third)
+    third = announce_batcher.SLICE_BYTES // 3 - KIB
+    monkeypatch.setattr(announce_batcher, "MAX_BYTES", third)
     sent = await send_all(sender, receiver, [1, third, third, third, third])
     assert [tensor.data for tensor in await receive_all(receiver, 5)] == sent
     assert socket.sizes() == [1, 3, 1]
 
 
-@pytest.mark.parametrize("large", [bundles.MAX_BYTES + 1, 2 * MIB, 9 * MIB], ids=["at once", "in the arena", "beyond"])
+@pytest.mark.parametrize(
+    "large", [announce_batcher.MAX_BYTES + 1, 2 * MIB, 9 * MIB], ids=["at once", "in the arena", "beyond"]
+)
 async def test_a_larger_tensor_does_not_overtake_the_small_ones_before_it(
     ends: Ends, socket: Socket, large: int
 ) -> None:
@@ -108,7 +110,7 @@ async def test_a_larger_tensor_does_not_overtake_the_small_ones_before_it(
     assert socket.sizes()[:3] == [1, 2, 1]
 
 
-async def test_the_room_of_a_bundle_goes_back_when_all_of_it_has_been_released(ends: Ends, kit: Kit) -> None:
+async def test_the_room_of_a_batch_goes_back_when_all_of_it_has_been_released(ends: Ends, kit: Kit) -> None:
     sender, receiver = ends
     await send_all(sender, receiver, [1, *([100] * 5)])
     received = await receive_all(receiver, 6)
@@ -142,18 +144,16 @@ def lent(sender: TensorSender) -> int:
     return len(link_of(sender)._reserved)
 
 
-async def test_one_damaged_tensor_of_a_bundle_is_one_damaged_tensor(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_damaged_tensor_of_a_batch_is_one_damaged_tensor(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     sender, receiver = ends
-    announce = bundles.AnnounceBatch.announce
+    announce = announce_batcher.AnnounceBatcher.announce
 
-    def damage_and_announce(ours: bundles.AnnounceBatch) -> bool:
+    def damage_and_announce(ours: announce_batcher.AnnounceBatcher) -> bool:
         if ours._slice is not None:
             ours._slice.memory[ALIGNMENT_BYTES + 3] ^= 0x10  # within the second one
         return announce(ours)
 
-    monkeypatch.setattr(bundles.AnnounceBatch, "announce", damage_and_announce)
+    monkeypatch.setattr(announce_batcher.AnnounceBatcher, "announce", damage_and_announce)
     await send_all(sender, receiver, [1, 10, 20, 30])
     received = [await receive(receiver) for _ in range(4)]
     assert [tensor.fault is None for tensor in received] == [True, True, False, True]
@@ -164,17 +164,17 @@ async def test_a_receiver_that_does_not_read_loses_nothing_and_gets_all_in_order
     sender, receiver = ends
     sent = await send_all(sender, receiver, [1])
     socket.full = True
-    sent += await send_all(sender, receiver, [10] * MAX_BUNDLED)
+    sent += await send_all(sender, receiver, [10] * MAX_BATCH)
     assert socket.sizes() == [1]
     socket.full = False
     sent += await send_all(sender, receiver, [20, 2 * MIB, 30])
     assert [tensor.data for tensor in await receive_all(receiver, len(sent))] == sent
-    assert socket.sizes()[:3] == [1, MAX_BUNDLED, 1]
+    assert socket.sizes()[:3] == [1, MAX_BATCH, 1]
 
 
 async def test_more_messages_than_may_be_on_their_way_wait_for_a_release(ends: Ends) -> None:
     sender, receiver = ends
-    count = 4 * 2 * MAX_BUNDLED  # as many as rooms of an arena of 4 MiB hold, and more
+    count = 4 * 2 * MAX_BATCH  # as many as rooms of an arena of 4 MiB hold, and more
     sent = [memoryview(os.urandom(64 * KIB)) for _ in range(count)]
     held: list[ReceivedTensor] = []
     for data in sent[: count // 2]:
@@ -206,8 +206,8 @@ async def test_a_tensor_that_the_receiver_does_not_take_is_refused_as_ever(kit: 
     assert len(await receive_all(receiver, 2)) == 2
 
 
-async def test_bundles_hold_what_is_worth_it_only(ends: Ends, socket: Socket) -> None:
+async def test_batches_hold_what_is_worth_it_only(ends: Ends, socket: Socket) -> None:
     sender, receiver = ends
-    await send_all(sender, receiver, [bundles.MAX_BYTES + 1] * 3)
+    await send_all(sender, receiver, [announce_batcher.MAX_BYTES + 1] * 3)
     await receive_all(receiver, 3)
     assert all(isinstance(said, Announce) for said in socket.announced)

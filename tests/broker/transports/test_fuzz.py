@@ -32,10 +32,10 @@ WIRES: dict[str, tuple[Callable[[bytes], object], list[object]]] = {
         [
             shm_wire.Hello(2**27),
             ANNOUNCE,
-            shm_wire.Bundle(3, 4096, [HEADER] * 3),
-            shm_wire.Give(3, HEADER),
+            shm_wire.AnnounceBatch(3, 4096, [HEADER] * 3),
+            shm_wire.PushOffer(3, HEADER),
             shm_wire.Written(3, 2**20),
-            shm_wire.TakeBack(3),
+            shm_wire.PushWithdraw(3),
         ],
     ),
     "shm, sender": (linked_wire.for_sender, [linked_wire.Welcome(bytes(16), 2**30), linked_wire.Release([3, 4])]),

@@ -17,7 +17,7 @@ from broker.transports.linked.wire import NONCE_BYTES, Announce, Release, Welcom
 from broker.transports.nixl import wire as nixl_wire
 from broker.transports.nixl.agent import HostMemory, NixlAgent
 from broker.transports.redis import wire as redis_wire
-from broker.transports.shm.wire import Bundle, Hello
+from broker.transports.shm.wire import AnnounceBatch, Hello
 from common.config import Transport
 from common.errors import TriptychError
 from common.keys import ClusterKey
@@ -163,7 +163,7 @@ async def test_shared_memory_drops_whoever_greets_wrongly(kit: Kit) -> None:
     await RawSender(receiver).is_dropped_after(greeting, *(fd_of(b"too many", size=MIB) for _ in range(3)))
     await RawSender(receiver).is_dropped_after(encode(Hello(MIB, version=99)), fd_of(b"", size=MIB))
     await RawSender(receiver).is_dropped_after(encode(Announce(0, 0, 4, of_bytes(b"abcd"))))
-    await RawSender(receiver).is_dropped_after(encode(Bundle(0, 0, [of_bytes(b"abcd")])))
+    await RawSender(receiver).is_dropped_after(encode(AnnounceBatch(0, 0, [of_bytes(b"abcd")])))
     await RawSender(receiver).is_dropped_after(bytes(packets.MAX_PACKET_BYTES + 1))
     assert receiver.num_invalid == 10
     os.close(writing)
@@ -178,9 +178,9 @@ async def test_shared_memory_drops_whoever_greets_wrongly(kit: Kit) -> None:
         encode(Announce(0, MIB - 3, 4, of_bytes(b"abcd"))),
         encode(Announce(0, 2**62, 2**10, of_bytes(b"abcd"))),
         encode(Announce(0, 0, 2**40, of_bytes(b"abcd"))),
-        encode(Bundle(0, MIB - 65, [of_bytes(b"a"), of_bytes(b"bc")])),
-        encode(Bundle(0, 2**62, [of_bytes(b"a")])),
-        encode(Bundle(0, 0, [of_bytes(b"a"), header([2**40], "uint8", 2**40)])),
+        encode(AnnounceBatch(0, MIB - 65, [of_bytes(b"a"), of_bytes(b"bc")])),
+        encode(AnnounceBatch(0, 2**62, [of_bytes(b"a")])),
+        encode(AnnounceBatch(0, 0, [of_bytes(b"a"), header([2**40], "uint8", 2**40)])),
         encode(Hello(MIB)),
         encode(Release([0])),
         encode(Welcome(b"", 1)),
@@ -189,9 +189,9 @@ async def test_shared_memory_drops_whoever_greets_wrongly(kit: Kit) -> None:
         "beyond the end",
         "far away",
         "too large",
-        "a bundle beyond the end",
-        "a bundle far away",
-        "a bundle too large",
+        "a batch beyond the end",
+        "a batch far away",
+        "a batch too large",
         "a second greeting",
         "a release",
         "a welcome",
@@ -207,10 +207,12 @@ async def test_shared_memory_drops_whoever_points_outside_it(kit: Kit, packet: b
 
 @pytest.mark.parametrize("kit", ["shm"], indirect=True)
 @pytest.mark.parametrize(
-    "again", [Announce(0, 0, 4, of_bytes(bytes(4))), Bundle(0, 0, [of_bytes(bytes(4))])], ids=["alone", "in a bundle"]
+    "again",
+    [Announce(0, 0, 4, of_bytes(bytes(4))), AnnounceBatch(0, 0, [of_bytes(bytes(4))])],
+    ids=["alone", "in a batch"],
 )
 async def test_shared_memory_drops_whoever_lends_the_same_slot_twice_or_too_many(
-    kit: Kit, again: Announce | Bundle
+    kit: Kit, again: Announce | AnnounceBatch
 ) -> None:
     receiver = kit.receiver()
     sender = await RawSender(receiver).greet()

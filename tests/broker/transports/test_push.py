@@ -19,7 +19,7 @@ from broker.transports.linked.wire import Announce
 from broker.transports.received import PushedTensor, PushTarget
 from broker.transports.shm import push_buffer, segment
 from broker.transports.shm.push_buffer import PushBuffer
-from broker.transports.shm.wire import Give, TakeBack, Written
+from broker.transports.shm.wire import PushOffer, PushWithdraw, Written
 from broker.transports.tensors import TensorReceiver, TensorSender
 from common.hashing import checksum
 from common.messages import encode
@@ -52,7 +52,7 @@ class Pair:
         return self.sender.reserve_early(to(self.receiver.address), of_bytes(memoryview(bytes(num_bytes))))
 
     async def ready(self, num_bytes: int) -> PushBuffer:
-        """A gift whose memory has been touched on both sides."""
+        """A buffer whose memory has been touched on both sides."""
         given = self.give(num_bytes)
         assert isinstance(given, PushBuffer)
         self.rooms.append(await next_target(self.receiver))
@@ -241,9 +241,9 @@ async def test_a_receiver_that_has_gone_is_no_error_for_the_thread(pair: Pair) -
 
 
 async def given_by(sender: RawSender, slot: int, data: bytes, *, fd: int | None = None) -> None:
-    """A gift that is written already."""
+    """A buffer that is written already."""
     fd = fd_of(data, size=len(data)) if fd is None else fd
-    assert sender.socket.try_send(encode(Give(slot, of_bytes(data))), [fd])
+    assert sender.socket.try_send(encode(PushOffer(slot, of_bytes(data))), [fd])
     packets.close_all([fd])
 
 
@@ -286,7 +286,7 @@ FAULTS = {
     "more is written than there is": [encode(Written(0, 10_001))],
     "less is written than before": [encode(Written(0, 500)), encode(Written(0, 499))],
     "written to nothing": [encode(Written(1, 0))],
-    "taken back twice": [encode(TakeBack(0)), encode(TakeBack(0))],
+    "withdrawn twice": [encode(PushWithdraw(0)), encode(PushWithdraw(0))],
     "announced with another size": [announced(0, GIVEN[:-1])],
     "announced for another request": [announced(0, GIVEN, request_id="other")],
     "announced as another part": [announced(0, GIVEN, part=1)],
@@ -311,14 +311,14 @@ async def test_whoever_does_not_keep_to_what_was_given_is_dropped(kit: Kit, faul
 
 async def test_whoever_gives_what_cannot_be_is_dropped(kit: Kit) -> None:
     receiver = kit.receiver(max_bytes=MIB)
-    give = encode(Give(0, of_bytes(GIVEN)))
+    give = encode(PushOffer(0, of_bytes(GIVEN)))
     await RawSender(receiver).is_dropped_after(give, fd_of(GIVEN, size=len(GIVEN)))  # before the greeting
     for packet, fds in [
         (give, []),
         (give, [fd_of(b"another size")]),
         (give, [fd_of(GIVEN, size=len(GIVEN)), fd_of(b"x")]),
-        (encode(Give(0, of_bytes(b""))), [fd_of(b"x")]),
-        (encode(Give(0, of_bytes(memoryview(bytes(MIB + 1))))), [fd_of(b"", size=MIB + 1)]),
+        (encode(PushOffer(0, of_bytes(b""))), [fd_of(b"x")]),
+        (encode(PushOffer(0, of_bytes(memoryview(bytes(MIB + 1))))), [fd_of(b"", size=MIB + 1)]),
     ]:
         sender = await RawSender(receiver).greet()
         await sender.is_dropped_after(packet, *fds)
@@ -328,6 +328,8 @@ async def test_whoever_gives_what_cannot_be_is_dropped(kit: Kit) -> None:
     sender = await RawSender(receiver).greet()
     for slot in range(push_buffer.MAX_PUSHES):
         await given_by(sender, slot, GIVEN)
-    await sender.is_dropped_after(encode(Give(push_buffer.MAX_PUSHES, of_bytes(GIVEN))), fd_of(GIVEN, size=len(GIVEN)))
+    await sender.is_dropped_after(
+        encode(PushOffer(push_buffer.MAX_PUSHES, of_bytes(GIVEN))), fd_of(GIVEN, size=len(GIVEN))
+    )
     assert receiver.num_invalid == 8
     await still_works(kit, receiver)

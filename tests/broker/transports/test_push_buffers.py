@@ -1,4 +1,4 @@
-"""Gifts by themselves, without a connection: in whatever order things happen to one, it ends once."""
+"""Push buffers by themselves, without a connection: in whatever order things happen to one, it ends once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from broker.transports.linked.wire import Announce
 from broker.transports.received import PushTarget, ReceivedTensor
 from broker.transports.shm import push_buffer, segment
 from broker.transports.shm.push_buffer import PushBuffer, PushBuffers
-from broker.transports.shm.wire import Give, TakeBack, ToReceiver, Written
+from broker.transports.shm.wire import PushOffer, PushWithdraw, ToReceiver, Written
 from common.hashing import checksum
 from common.messages import TensorHeader
 from tests.broker.transports.transport_kit import of_bytes
@@ -41,13 +41,13 @@ class Receiver:
         if self.full:
             return False
         match message:
-            case Give(slot=slot, header=header):
+            case PushOffer(slot=slot, header=header):
                 assert slot not in self.rooms
                 memory = segment.open_received(fds[0], header.size_bytes, writable=True)
                 self.rooms[slot] = PushTarget(header, memory)
             case Written(slot=slot, num_bytes=num_bytes):
                 self.rooms[slot].read_to(num_bytes)
-            case TakeBack(slot=slot):
+            case PushWithdraw(slot=slot):
                 self.rooms.pop(slot).discard()
             case Announce(slot=slot, header=header):
                 tensor = self.rooms.pop(slot).complete(header)
@@ -72,7 +72,7 @@ ACTIONS = ("reserve", "touch", "send", "discard", "full", "not full")
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 7)), max_size=40))
 def test_in_whatever_order_each_push_ends_once(actions: list[tuple[str, int]]) -> None:
-    """Announced and received whole, or taken back, as soon as the receiver hears again; and its slot is free again."""
+    """Announced and received whole, or withdrawn, as soon as the receiver hears again; and its slot is free again."""
     receiver = Receiver()
     pushes = PushBuffers("test", receiver.hear)
     pushes._touching.shutdown()

@@ -40,10 +40,10 @@ class IntakeHarness:
 
     def __init__(self, budget_rows: int, lease_s: float = FAR_S) -> None:
         self.cache = EncoderCacheManager(budget_rows * HIDDEN * 4)
-        expectation = OfferCheck(HIDDEN, vocab_size=20, max_rows=50, placeholder=PAD)
-        coverage = CacheLookup(BlockManager(BlockPool(64), block_size=4), enabled=True)
+        offer_check = OfferCheck(HIDDEN, vocab_size=20, max_rows=50, placeholder=PAD)
+        cache_lookup = CacheLookup(BlockManager(BlockPool(64), block_size=4), enabled=True)
         self.state = EngineState()
-        self.intake = InputReceiver(self.state, self.cache, expectation, coverage, lease_s)
+        self.intake = InputReceiver(self.state, self.cache, offer_check, cache_lookup, lease_s)
         self.requests: dict[str, Request] = {}
 
     def request(self, name: str, *hashes: str, attempt: int = 0) -> Request:

@@ -63,11 +63,11 @@ class ReceiverMachine(RuleBasedStateMachine):
             patched.start()
         self.caches = [torch.zeros(2, NUM_BLOCKS + 1, BLOCK_SIZE, *SHAPE[2:]) for _ in range(SHAPE[0])]
         self.blocks = BlockManager(BlockPool(NUM_BLOCKS + 1), BLOCK_SIZE)
-        coverage = CacheLookup(self.blocks, enabled=True)
+        cache_lookup = CacheLookup(self.blocks, enabled=True)
         inputs = OfferCheck(4, 100, 20, None, cross_attention=True)
         state = EngineState()
-        self.inputs = InputReceiver(state, EncoderCacheManager(1000), inputs, coverage, LEASE_S)
-        self.scheduler = DecoderScheduler(self.blocks, coverage, InputBuffers(MAX_SEQS, 100, 4), MAX_SEQS, 100, 100)
+        self.inputs = InputReceiver(state, EncoderCacheManager(1000), inputs, cache_lookup, LEASE_S)
+        self.scheduler = DecoderScheduler(self.blocks, cache_lookup, InputBuffers(MAX_SEQS, 100, 4), MAX_SEQS, 100, 100)
         self.events = state.outbox
         check = KvOfferCheck(inputs, SHAPE, SHAPE, "float32")
         runner = cast(DecoderRunner, SimpleNamespace(move=lambda _: None, write_tokens=self._write))

@@ -127,7 +127,7 @@ async def test_keys_and_values_that_lie_on_a_gpu_are_refused(
         in_process(broker_url, redis, zmq_context, DecodeService) as worker,
         Peer(redis, zmq_context, await worker.record(), "prefill").alive() as peer,
     ):
-        shape = await worker.role.thread.call(lambda engine: list(engine.kv_receiver._expectation.token_shape), 5.0)
+        shape = await worker.role.thread.call(lambda engine: list(engine.kv_receiver._offer_check.token_shape), 5.0)
         setting, cuda = PrefillingPeer(worker, peer, shape), FakeCuda()
         offer = await setting.granted("r")
         size_bytes = offer.num_tokens * setting.token_bytes
@@ -165,7 +165,7 @@ async def test_keys_and_values_are_on_the_gpu_before_the_engine_hears_of_them_an
         in_process(broker_url, redis, zmq_context, DecodeService) as worker,
         Peer(redis, zmq_context, await worker.record(), "prefill").alive() as peer,
     ):
-        shape = await worker.role.thread.call(lambda engine: list(engine.kv_receiver._expectation.token_shape), 5.0)
+        shape = await worker.role.thread.call(lambda engine: list(engine.kv_receiver._offer_check.token_shape), 5.0)
         setting = PrefillingPeer(worker, peer, shape)
         names = [f"r{number}" for number in range(MAX_DEVICE_PARTS + 2)]
         offers = [await setting.granted(name) for name in names]

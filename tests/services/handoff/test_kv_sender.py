@@ -91,7 +91,7 @@ class FakeTensors:
 
 
 @dataclass
-class FakeLinks:
+class FakeContext:
     """What a sender needs of its worker."""
 
     instance_id: str = "p0"
@@ -121,13 +121,13 @@ class Setting:
     """One request `r` at a sender, and the receiver's answers."""
 
     def __init__(self) -> None:
-        self.engine, self.tensors, self.links = FakeEngine(), FakeTensors(), FakeLinks()
+        self.engine, self.tensors, self.context = FakeEngine(), FakeTensors(), FakeContext()
         self.handoffs = HandoffSender(
-            cast(Any, self.links), cast(Any, self.tensors), self.links.settings.handoff_timeout_s
+            cast(Any, self.context), cast(Any, self.tensors), self.context.settings.handoff_timeout_s
         )
         self.handoffs.own = make_record("p0", "prefill")
         thread = cast(Any, FakeThread(self.engine))
-        self.sender = KvSender(cast(WorkerContext, self.links), thread, self.handoffs)
+        self.sender = KvSender(cast(WorkerContext, self.context), thread, self.handoffs)
 
     def answer(self, message: HandoffMessage) -> None:
         self.handoffs.handle(Delivery(b"stream", b"1-0", message, False))
@@ -136,8 +136,8 @@ class Setting:
         """A request whose offer has been granted."""
         self.sender.begin(Generate("r", [1] * (NUM_TOKENS + 1), [], SamplingParams(), prefill_for="d0"))
         self.sender.handle(KvReady("r", OFFER))
-        await eventually(lambda: len(self.links.offers) > 0)
-        self.answer(Grant(*key_of(self.links.offers[0]), "granted", **changes))
+        await eventually(lambda: len(self.context.offers) > 0)
+        self.answer(Grant(*key_of(self.context.offers[0]), "granted", **changes))
 
     def compute(self, num_tokens: int) -> None:
         self.engine.num_computed = num_tokens
@@ -153,8 +153,8 @@ class Setting:
     async def finish(self) -> Prefilled:
         await eventually(lambda: "end" in self.engine.calls)
         self.sender.handle(Prefilled("r", 0))
-        await eventually(lambda: bool(self.links.replies))
-        return self.links.replies[0]
+        await eventually(lambda: bool(self.context.replies))
+        return self.context.replies[0]
 
 
 @asynccontextmanager
@@ -219,7 +219,7 @@ async def test_the_lease_is_kept_alive_while_nothing_is_computed(monkeypatch: py
         one.handoffs._timeout_s = 0.3
         await one.granted(cross_cached=True)
         began_s = time.monotonic()
-        await eventually(lambda: len(one.links.offers) >= 4)
+        await eventually(lambda: len(one.context.offers) >= 4)
         assert time.monotonic() - began_s >= 2 * 0.1
         one.sender.discard("r")
 
@@ -229,9 +229,9 @@ async def test_what_the_engine_has_given_up_before_it_was_offered_is_not_offered
         one.sender.begin(Generate("r", [1] * (NUM_TOKENS + 1), [], SamplingParams(), prefill_for="d0"))
         one.sender.handle(KvReady("r", OFFER))
         one.sender.handle(Failed("r", ErrorInfo("internal_error", "the engine gave it up")))
-        await eventually(lambda: bool(one.links.replies))
-        assert one.links.replies[0].error == ErrorInfo("internal_error", "the engine gave it up")
-        assert not one.links.offers
+        await eventually(lambda: bool(one.context.replies))
+        assert one.context.replies[0].error == ErrorInfo("internal_error", "the engine gave it up")
+        assert not one.context.offers
 
 
 def test_parts_are_not_larger_than_their_limit_unless_a_token_is() -> None:

@@ -53,7 +53,7 @@ async def test_a_workers_own_numbers_have_help_texts(role: Callable[[WorkerConte
     settings = Settings(broker="redis://127.0.0.1:1", port=0, instance_id="w0")
     shell = WorkerProcess(settings, load_model_info("signpost"), "float32", role)
     try:
-        metrics = shell._links.metrics
+        metrics = shell._context.metrics
         assert {name for name in (*metrics.gauges, *metrics.tallies) if name not in HELP} == set()
     finally:
         await shell._close()

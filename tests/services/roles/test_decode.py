@@ -104,7 +104,7 @@ async def setting(broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Contex
         in_process(broker_url, redis, zmq_context, DecodeService, handoff_timeout_s=LEASE_S) as worker,
         Peer(redis, zmq_context, await worker.record(), "prefill").alive() as peer,
     ):
-        shape = await worker.role.thread.call(lambda engine: list(engine.kv_receiver._expectation.token_shape), 5.0)
+        shape = await worker.role.thread.call(lambda engine: list(engine.kv_receiver._offer_check.token_shape), 5.0)
         setting = Setting(worker, peer, shape)
         yield setting
         await eventually(setting.is_idle)

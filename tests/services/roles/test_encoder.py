@@ -309,9 +309,9 @@ async def test_a_receiver_of_another_model_gets_nothing(setting: Setting) -> Non
 async def error_without_a_registry(setting: Setting, nobody: Redis, **settings: float) -> ErrorInfo:
     """What an encoder says that looks for a receiver at `nobody`."""
     stage = setting.worker.role.stage
-    changed = stage._links.settings.model_copy(update=settings)
-    links = dataclasses.replace(stage._links, registry=Registry(nobody, CLUSTER), settings=changed)
-    stage._sink = RemoteSink(links, setting.worker.role._handoffs)
+    changed = stage._context.settings.model_copy(update=settings)
+    context = dataclasses.replace(stage._context, registry=Registry(nobody, CLUSTER), settings=changed)
+    stage._sink = RemoteSink(context, setting.worker.role._handoffs)
     await setting.encode("r", to="never seen")
     error = (await setting.reply("r")).error
     assert error is not None

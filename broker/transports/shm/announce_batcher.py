@@ -21,16 +21,16 @@ from broker.transports import checksums
 from broker.transports.arena import aligned
 from broker.transports.linked.packets import PacketSocket
 from broker.transports.shm.segment import ArenaSlice
-from broker.transports.shm.wire import MAX_BUNDLED, Bundle
+from broker.transports.shm.wire import MAX_BATCH, AnnounceBatch
 from common.messages import TensorHeader, encode
 
 MAX_BYTES: Final = 256 * 2**10
 """A larger tensor is announced by itself."""
 SLICE_BYTES: Final = 2**20
-"""Of one bundle; a larger slice is no longer in a processor's cache after its release."""
+"""Of one batch; a larger slice is no longer in a processor's cache after its release."""
 
 
-class AnnounceBatch:
+class AnnounceBatcher:
     """The small tensors sent together over one connection. For the loop's thread."""
 
     def __init__(self, packets: PacketSocket, reserve: Callable[[int], ArenaSlice | None]) -> None:
@@ -64,7 +64,7 @@ class AnnounceBatch:
         checksum = checksums.copy_now(data, self._slice.memory.data[self._end : end], hashed=data)
         self._headers.append(msgspec.structs.replace(header, checksum=checksum))
         self._end = aligned(end)
-        if len(self._headers) == MAX_BUNDLED:
+        if len(self._headers) == MAX_BATCH:
             self.announce()
         return True
 
@@ -73,7 +73,7 @@ class AnnounceBatch:
         part, headers = self._slice, self._headers
         self._slice, self._headers = None, []
         if part is not None:
-            packet = encode(Bundle(part.slot, part.offset, headers))
+            packet = encode(AnnounceBatch(part.slot, part.offset, headers))
             with suppress(OSError):  # the receiver has gone: no receipts will come
                 if not self._packets.try_send(packet):
                     self._announcing = self._loop.create_task(self._announce_later(packet))
