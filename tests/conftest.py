@@ -14,8 +14,8 @@ import structlog
 
 CLUSTERS = ("pytest.mark.cluster", "pytest.mark.chaos")
 COMPARING = frozenset(
-    f"tests/equality/test_{name}.py"
-    for name in ("cluster", "cluster_encdec", "cluster_families", "cluster_weights", "topologies")
+    f"tests/equality/clusters/test_{name}.py"
+    for name in ("encdec", "families", "more_families", "topologies", "weights")
 )
 """Their clusters are asked for answers alone: nothing is killed, no moment matters, and what is left is looked for by
 each cluster's own name."""

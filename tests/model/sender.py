@@ -29,7 +29,7 @@ from common.messages import (
     Withdraw,
 )
 from tests.model.explore import Action
-from tests.model.simulated_loop import EPOCH_S, SimulatedLoop
+from tests.model.simulation.simulated_loop import EPOCH_S, SimulatedLoop
 
 DATA = memoryview(bytes(64))
 TIMEOUT_S = 10.0

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from common.messages import Role, decode_to_worker
-from tests.model.cluster import HANDOFF_TIMEOUT_S, Cluster
 from tests.model.depth import DEEP
-from tests.model.network import Letter
+from tests.model.simulation.cluster import HANDOFF_TIMEOUT_S, Cluster
+from tests.model.simulation.network import Letter
 
 SETTINGS = settings(
     max_examples=1000 if DEEP else 12,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from common.messages import Encoded, InputNeeded
-from tests.model.cluster import Cluster
+from tests.model.simulation.cluster import Cluster
 
 
 def test_an_input_that_is_taken_back_as_soon_as_it_is_stored_is_told_as_stored_first() -> None:

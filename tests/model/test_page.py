@@ -13,13 +13,13 @@ from broker.handoff import sender
 from common.messages import REPEAT_S, Role
 from engine.handoff import kv_receiver
 from engine.state.request import InputState, RequestInput
-from tests.model.cluster import HANDOFF_TIMEOUT_S, Cluster
 from tests.model.explore import explore
 from tests.model.receiver import Plan, Receiver
 from tests.model.sender import INPUT, Sender
+from tests.model.simulation.cluster import HANDOFF_TIMEOUT_S, Cluster
+from tests.model.simulation.wandering import show_a_cached_picture_and_another, wander
 from tests.model.test_receiver import PLANS
 from tests.model.transitions import Transition, watched
-from tests.model.wandering import show_a_cached_picture_and_another, wander
 
 PAGE = Path(__file__).parents[2] / "docs" / "design" / "handoff.md"
 SECTIONS: dict[str, tuple[type, set[str]]] = {

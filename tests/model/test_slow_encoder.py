@@ -13,8 +13,8 @@ import pytest
 
 from engine.core.encoder_engine import EncoderResult
 from services.encode.encode_stage import KEEP_S
-from tests.model.cluster import HANDOFF_TIMEOUT_S, Client, Cluster
-from tests.model.symbols import SymbolicEncoder
+from tests.model.simulation.cluster import HANDOFF_TIMEOUT_S, Client, Cluster
+from tests.model.simulation.symbols import SymbolicEncoder
 
 LONG_S = 3.5 * HANDOFF_TIMEOUT_S
 SHORT_S = 0.7 * HANDOFF_TIMEOUT_S
@@ -57,7 +57,7 @@ class SlowEncoder(SymbolicEncoder):
 @contextmanager
 def slow_cluster(item_s: float, topology: dict[str, Any] | None = None, **engine: Any) -> Iterator[Cluster]:
     with (
-        patch("tests.model.workers.SymbolicEncoder", SlowEncoder),
+        patch("tests.model.simulation.workers.SymbolicEncoder", SlowEncoder),
         patch.object(SlowEncoder, "item_s", item_s),
         patch.object(SlowEncoder, "begun", [], create=True),
     ):

@@ -6,7 +6,7 @@ import pytest
 
 from common.messages import Role
 from tests.model.depth import seeds
-from tests.model.wandering import show_a_cached_picture_and_another, wander
+from tests.model.simulation.wandering import show_a_cached_picture_and_another, wander
 
 TOPOLOGIES: dict[str, dict[str, Role]] = {
     "2e2pd": {"e0": "encoder", "e1": "encoder", "d0": "prefill_decode", "d1": "prefill_decode"},

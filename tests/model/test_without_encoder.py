@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.messages import Role
-from tests.model.cluster import Cluster
+from tests.model.simulation.cluster import Cluster
 
 PAIR: dict[str, Role] = {"e0": "encoder", "p0": "prefill", "d0": "decode"}
 SINGLE: dict[str, Role] = {"e0": "encoder", "d0": "prefill_decode"}

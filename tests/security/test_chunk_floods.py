@@ -21,7 +21,7 @@ from proxy.media.fetch import Fetcher
 from tests.proxy.conftest import ProxyHarness, serve
 from tests.proxy.media.test_media import web_server
 from tests.proxy.server.test_connections import connect, head
-from tests.security.test_media_sources import trusting
+from tests.security.media.test_media_sources import trusting
 
 __all__ = ["serve"]
 

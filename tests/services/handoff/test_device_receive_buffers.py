@@ -19,7 +19,7 @@ from common.config import Transport
 from common.hashing import checksum
 from common.messages import TensorHeader
 from services.handoff.payloads import bytes_of, open_cuda, payload_of
-from tests.broker.transports import cuda_ipc
+from tests.broker.transports.cuda import cuda_ipc
 from tests.broker.transports.fake_cuda import FakeCuda
 from tests.broker.transports.transport_kit import NEEDS_NIXL, ROOT, Peer, to
 

@@ -13,7 +13,7 @@ import pytest
 from broker.transports.cuda import library as cuda_library
 from broker.transports.cuda.library import CudaLibrary
 from broker.transports.cuda.runtime import HANDLE_BYTES, CudaError, CudaRuntime
-from tests.broker.transports import cuda_ipc
+from tests.broker.transports.cuda import cuda_ipc
 from tests.broker.transports.fake_cuda import FakeCuda
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.messages import Role
-from tests.model.cluster import Cluster
+from tests.model.simulation.cluster import Cluster
 
 STEPS = 150
 OUTAGES = 0.01

@@ -1,7 +1,7 @@
 """Worker processes of a simulated cluster: the real shell's conversations, the real role, the real engine thread.
 
-What is made up: sockets, Redis, the model's arithmetic (tests.model.symbols), and that an engine thread makes a turn
-when the simulation says so.
+What is made up: sockets, Redis, the model's arithmetic (see symbols), and that an engine thread makes a turn when the
+simulation says so.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from services.process.request_owners import RequestOwners
 from services.roles.factory import make_role
 from services.worker_context import WorkerContext
 from services.worker_process import WorkerProcess
-from tests.model.network import (
+from tests.model.simulation.network import (
     Letter,
     Network,
     SimulatedChannels,
@@ -42,8 +42,8 @@ from tests.model.network import (
     SimulatedTensorReceiver,
     SimulatedTensorSender,
 )
-from tests.model.simulated_loop import SimulatedLoop
-from tests.model.symbols import TOKEN_BYTES, SymbolicEncoder, SymbolicPool, SymbolicRunner, model_info
+from tests.model.simulation.simulated_loop import SimulatedLoop
+from tests.model.simulation.symbols import TOKEN_BYTES, SymbolicEncoder, SymbolicPool, SymbolicRunner, model_info
 
 HELD = {
     "encoder_items_open",

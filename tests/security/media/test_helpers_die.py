@@ -22,8 +22,8 @@ from launch.cluster.local_cluster import LocalCluster
 from proxy.media.audio import AudioWindows
 from tests.proxy.conftest import eventually
 from tests.proxy.sample_media import picture, speech
-from tests.security import bombs
 from tests.security.conftest import API_KEY, answer_about
+from tests.security.media import bombs
 from tools.soak.memory import children_of
 
 MIB = 2**20

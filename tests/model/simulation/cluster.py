@@ -21,10 +21,10 @@ from proxy.dispatch.dispatcher import Dispatcher
 from proxy.dispatch.jobs import Job, MediaItem, make_slots
 from proxy.dispatch.worker_pool import WorkerPool
 from proxy.server.metrics import ProxyMetrics, Timelines
-from tests.model.network import Connection, Letter, Network, SimulatedClient, SimulatedRegistry
-from tests.model.simulated_loop import SimulatedLoop
-from tests.model.symbols import expected_tokens, media, model_info, placeholder, rows_of, tiny_config
-from tests.model.workers import SimulatedWorker, SteppedThread, symbolic_workers
+from tests.model.simulation.network import Connection, Letter, Network, SimulatedClient, SimulatedRegistry
+from tests.model.simulation.simulated_loop import SimulatedLoop
+from tests.model.simulation.symbols import expected_tokens, media, model_info, placeholder, rows_of, tiny_config
+from tests.model.simulation.workers import SimulatedWorker, SteppedThread, symbolic_workers
 
 HANDOFF_TIMEOUT_S = 4.0
 REQUEST_TIMEOUT_S = 5000.0

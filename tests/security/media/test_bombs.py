@@ -16,7 +16,7 @@ from engine.media.image import decode_image
 from proxy.media.audio import AudioWindows, shared
 from services.encode.preprocess_pool import PreprocessPool
 from tests.proxy.sample_media import data_url, image_part, picture, speech
-from tests.security import bombs
+from tests.security.media import bombs
 
 MEMORY_BYTES = 256 * 2**20
 

@@ -1,4 +1,4 @@
-"""transformers == `LLM` == a cluster of processes for the families beyond test_cluster.py: few requests each, one
+"""transformers == `LLM` == a cluster of processes for the families beyond test_families.py: few requests each, one
 cluster at a time."""
 
 from __future__ import annotations

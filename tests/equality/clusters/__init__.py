@@ -1,0 +1,1 @@
+"""`LLM` == a cluster of processes, by family, interface and topology."""

@@ -1,0 +1,1 @@
+"""transformers' `generate` == `LLM`, by family."""

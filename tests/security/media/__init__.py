@@ -1,0 +1,1 @@
+"""Media of strangers: where they come from, what they are, and what decodes them."""
