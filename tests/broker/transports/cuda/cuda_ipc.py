@@ -1,6 +1,6 @@
 """Whether memory of the GPU can go from process to process on this machine: found by doing it.
 
-python -m tests.broker.transports.cuda_ipc HANDLE    opens another process's memory by its handle, in hexadecimal digits
+python -m tests.broker.transports.cuda.cuda_ipc HANDLE    opens memory of another process by its handle, in hexadecimal
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def fault_of(cuda: CudaRuntime) -> str | None:
 
 def _opened_elsewhere(handle: bytes) -> str | None:
     """What CUDA says against it in another process; None where that has opened the memory."""
-    command = [sys.executable, "-m", "tests.broker.transports.cuda_ipc", handle.hex()]
+    command = [sys.executable, "-m", "tests.broker.transports.cuda.cuda_ipc", handle.hex()]
     other = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
     if other.returncode not in (0, _REFUSED):
         raise RuntimeError(f"the other process ended with {other.returncode}: {other.stderr}")
