@@ -12,12 +12,9 @@ from tests.fake_flashinfer.dense import (
     PLAN_BYTES_PER_REQUEST,
     Refused,
     Wrapper,
-    attend,
-    check_cache,
     check_lens,
     check_pages,
     check_plan,
-    keys_of,
 )
 
 
@@ -39,8 +36,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         if use_cuda_graph and any(buffer is None for buffer in buffers):
             raise ValueError("a wrapper for CUDA graphs needs its three buffers")
         self._use_cuda_graph, self._use_tensor_cores = use_cuda_graph, use_tensor_cores
-        self._pages: Any = buffers if use_cuda_graph else None
-        self._spec: dict[str, Any] | None = None
+        self._pages = buffers if use_cuda_graph else None
 
     def plan(
         self,
@@ -88,6 +84,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             "page": (page_size, num_kv_heads, head_dim),
             "heads": num_qo_heads,
             "dtypes": (q_data_type, kv_data_type),
+            "causal": False,
             "window_left": window_left,
             "scale": sm_scale,
         }
@@ -111,24 +108,4 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         skip_softmax_threshold_scale_factor: float | None = None,
         kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        if self._spec is None:
-            raise Refused("run comes after plan")
-        assert isinstance(paged_kv_cache, tuple)
-        indptr, indices, last_page_len = self._pages
-        check_cache(paged_kv_cache, *self._spec["page"])
-        if (q.dtype, paged_kv_cache[0].dtype) != self._spec["dtypes"] or q.shape[1] != self._spec["heads"]:
-            raise Refused(f"planned for {self._spec}, got {q.dtype} and {q.shape[1]} heads")
-        if len(q) != len(last_page_len):
-            raise Refused(f"planned for {len(last_page_len)} requests, got {len(q)} queries")
-        out = torch.empty(q.shape, dtype=q.dtype) if out is None else out
-        for request in range(len(q)):
-            key, value = (keys_of(side, indptr, indices, last_page_len, request) for side in paged_kv_cache)
-            out[request] = attend(
-                q[request : request + 1],
-                key,
-                value,
-                causal=False,
-                window_left=self._spec["window_left"],
-                scale=self._spec["scale"],
-            )[0]
-        return out
+        return self._attend_pages(q, paged_kv_cache, out, range(len(self._pages[2]) + 1))

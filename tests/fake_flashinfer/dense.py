@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,6 +98,34 @@ class Wrapper:
         if float_workspace_buffer.dtype != torch.uint8 or float_workspace_buffer[:1024].any():
             raise Refused("the workspace is uint8, and zero at first")
         self.int_workspace_bytes = INT_WORKSPACE_BYTES
+        self._spec: dict[str, Any] = {}
+        self._pages: Any = ()
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
         self.int_workspace_bytes = int_workspace_buffer.numel()
+
+    def _check_planned(self, dtypes: tuple[torch.dtype, ...], heads: Any) -> None:
+        if not self._spec:
+            raise Refused("run comes after plan")
+        if dtypes != self._spec["dtypes"] or heads != self._spec["heads"]:
+            raise Refused(f"planned for {self._spec}, got {dtypes} and heads {heads}")
+
+    def _attend_pages(self, q: Tensor, cache: Any, out: Tensor | None, starts: Sequence[int]) -> Tensor:
+        """Queries from each of `starts` to the next, over the pages of one request."""
+        assert isinstance(cache, tuple)
+        self._check_planned((q.dtype, cache[0].dtype), q.shape[1])
+        check_cache(cache, *self._spec["page"])
+        sides = ([keys_of(side, *self._pages, request) for side in cache] for request in range(len(starts) - 1))
+        return self._attend(q, out, starts, sides)
+
+    def _attend(
+        self, q: Tensor, out: Tensor | None, starts: Sequence[int], sides: Iterable[Sequence[Tensor]]
+    ) -> Tensor:
+        """As `attend`, for queries from each of `starts` to the next and `sides`, the keys and values of each."""
+        if len(q) != starts[-1]:
+            raise ValueError(f"q.shape[0] ({len(q)}) does not match qo_indptr[-1] ({starts[-1]})")
+        out = torch.empty(q.shape, dtype=q.dtype) if out is None else out
+        planned = {name: self._spec[name] for name in ("causal", "window_left", "scale")}
+        for first, last, (key, value) in zip(starts[:-1], starts[1:], sides, strict=True):
+            out[first:last] = attend(q[first:last], key, value, **planned)
+        return out

@@ -10,13 +10,10 @@ from torch import Tensor
 from tests.fake_flashinfer.dense import (
     Refused,
     Wrapper,
-    attend,
-    check_cache,
     check_indptr,
     check_lens,
     check_pages,
     check_plan,
-    keys_of,
 )
 
 
@@ -39,8 +36,6 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         super().__init__(float_workspace_buffer, kv_layout, backend)
         if use_cuda_graph:
             raise Refused("the fake knows prefills outside of CUDA graphs alone")
-        self._spec: dict[str, Any] | None = None
-        self._pages: tuple[Tensor, ...] = ()
 
     def plan(
         self,
@@ -117,28 +112,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None = None,
         skip_softmax_threshold_scale_factor: float | None = None,
     ) -> Tensor:
-        if self._spec is None:
-            raise Refused("run comes after plan")
-        assert isinstance(paged_kv_cache, tuple)
-        check_cache(paged_kv_cache, *self._spec["page"])
-        starts = self._spec["starts"]
-        if (q.dtype, paged_kv_cache[0].dtype) != self._spec["dtypes"] or q.shape[1] != self._spec["heads"]:
-            raise Refused(f"planned for {self._spec}, got {q.dtype} and {q.shape[1]} heads")
-        if len(q) != starts[-1]:
-            raise ValueError(f"q.shape[0] ({len(q)}) does not match qo_indptr[-1] ({starts[-1]})")
-        out = torch.empty(q.shape, dtype=q.dtype) if out is None else out
-        for request in range(len(starts) - 1):
-            tokens = slice(starts[request], starts[request + 1])
-            key, value = (keys_of(side, *self._pages, request) for side in paged_kv_cache)
-            out[tokens] = attend(
-                q[tokens],
-                key,
-                value,
-                causal=self._spec["causal"],
-                window_left=self._spec["window_left"],
-                scale=self._spec["scale"],
-            )
-        return out
+        return self._attend_pages(q, paged_kv_cache, out, self._spec.get("starts", [0]))
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
@@ -158,7 +132,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         super().__init__(float_workspace_buffer, kv_layout, backend)
         if use_cuda_graph:
             raise Refused("the fake knows prefills outside of CUDA graphs alone")
-        self._spec: dict[str, Any] | None = None
 
     def plan(
         self,
@@ -223,25 +196,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         enable_pdl: bool | None = None,
         kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        if self._spec is None:
-            raise Refused("run comes after plan")
-        (query_starts, key_starts), heads = self._spec["starts"], (q.shape[1], k.shape[1], q.shape[2])
-        if (q.dtype, k.dtype) != self._spec["dtypes"] or heads != self._spec["heads"]:
-            raise Refused(f"planned for {self._spec}, got {q.dtype}, {k.dtype} and heads {heads}")
+        self._check_planned((q.dtype, k.dtype), (q.shape[1], k.shape[1], q.shape[2]))
+        query_starts, key_starts = self._spec["starts"]
         if any(x.stride(2) != 1 for x in (q, k, v)):
             raise Refused("the elements of a head lie together")
-        if len(q) != query_starts[-1] or len(k) != key_starts[-1]:
-            raise ValueError(f"q.shape[0] ({len(q)}) does not match qo_indptr[-1] ({query_starts[-1]})")
-        out = torch.empty(q.shape, dtype=q.dtype) if out is None else out
-        for request in range(len(query_starts) - 1):
-            queries = slice(query_starts[request], query_starts[request + 1])
-            keys = slice(key_starts[request], key_starts[request + 1])
-            out[queries] = attend(
-                q[queries],
-                k[keys],
-                v[keys],
-                causal=self._spec["causal"],
-                window_left=self._spec["window_left"],
-                scale=self._spec["scale"],
-            )
-        return out
+        if len(k) != key_starts[-1]:
+            raise ValueError(f"k.shape[0] ({len(k)}) does not match kv_indptr[-1] ({key_starts[-1]})")
+        sides = zip(*(side.split(torch.tensor(key_starts).diff().tolist()) for side in (k, v)), strict=True)
+        return self._attend(q, out, query_starts, sides)
