@@ -75,9 +75,8 @@ def cases_of(reference_of: ReferenceOf) -> CasesOf:
 @pytest.fixture(scope="session")
 def broker_url() -> Iterator[str]:
     """One Redis-protocol server for all clusters; each has its own key prefix."""
-    broker = EmbeddedBroker()
-    yield broker.start()
-    broker.stop()
+    with EmbeddedBroker() as url:
+        yield url
 
 
 @pytest.fixture(autouse=True, scope="session")

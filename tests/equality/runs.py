@@ -5,11 +5,12 @@ from __future__ import annotations
 import pkgutil
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from common.model_info import ModelInfo
+from common.model_info import ModelInfo, load_model_info
 from common.sampling_params import SamplingParams
 from engine.llm import LLM, Prompt
 from engine.state.spec import DecoderSpec
@@ -32,7 +33,7 @@ def answer_all(
     while len(answers) < len(cases):
         while pending and (not steps_between or step >= steps_between * len(order)):
             case = pending.pop(0)
-            order.append(llm.add(_prompt(llm.info, case), _sampling(case, max_tokens)))
+            order.append(llm.add(prompt_of(llm.info, case), _sampling(case, max_tokens)))
         for output in llm.step():
             answers[output.request_id] = output.outputs[0].token_ids
         step += 1
@@ -55,7 +56,13 @@ def kv_bytes(info: ModelInfo, num_blocks: int, block_size: int) -> int:
     return 2 * spec.num_caches * num_blocks * block_size * spec.num_kv_heads * spec.head_dim * 4
 
 
-def _prompt(info: ModelInfo, case: Case) -> Prompt:
+def llm_of_blocks(folder: Path, num_blocks: int, block_size: int, **options: Any) -> LLM:
+    """An `LLM` whose KV cache has exactly so many blocks."""
+    kv_cache_bytes = kv_bytes(load_model_info(str(folder)), num_blocks, block_size)
+    return LLM(folder, block_size=block_size, kv_cache_bytes=kv_cache_bytes, **options)
+
+
+def prompt_of(info: ModelInfo, case: Case) -> Prompt:
     if case.encoder_prompt is not None:
         return {"encoder_prompt": case.encoder_prompt, "decoder_prompt": case.decoder_prompt}
     media: dict[str, Any] = {info.media_kind: case.media} if info.media_kind and case.media else {}

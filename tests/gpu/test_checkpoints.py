@@ -19,9 +19,9 @@ from tests.equality.cases import Case, make_cases
 from tests.equality.media import recording
 from tests.equality.references import Reference
 from tests.equality.runs import answer_all
-from tests.equality.served import serve
 from tests.gpu import fast_path
 from tests.gpu.device import DEVICE, needs_gpu
+from tests.gpu.test_cluster import check
 from tests.gpu.test_engine import MAX_FACTOR, MEAN_FACTOR, logprobs
 
 MODELS = "TRIPTYCH_GPU_MODELS"
@@ -69,18 +69,8 @@ def test_greedy_answers_are_those_of_float32_wherever_it_is_sure(folder: Path) -
 async def test_a_cluster_answers_as_one_process(folder: Path, broker_url: str) -> None:
     """Requests come one at a time: equal batches have equal logits."""
     reference = Reference(folder)
-    cases = cases_of(reference)
-    engine = {"device": DEVICE, "dtype": DTYPE, **POOLS, **fast_path.flashinfer_for(DTYPE)}
-    llm = LLM(folder, **engine)
-    fast_path.check_encoder(llm)
-    expected = [answer_all(llm, [case], MAX_TOKENS)[0] for case in cases]
-    del llm  # its share of the GPU
     topology = "1pd" if reference.info.media_kind is None else "1e1pd"
-    with serve(folder, broker_url, "gpu", topology=topology, **engine) as served:
-        async with served.client() as client:
-            answers = [await served.answer(client, case, MAX_TOKENS) for case in cases]
-        assert [answer.token_ids for answer in answers] == expected
-        await served.wait_until_nothing_is_held()
+    await check(folder, topology, cases_of(reference), MAX_TOKENS, broker_url, DTYPE, **POOLS)
 
 
 def cases_of(reference: Reference) -> list[Case]:

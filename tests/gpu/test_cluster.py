@@ -8,6 +8,7 @@ the bundled model is trained, and its choices are further apart than that.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,9 +43,15 @@ async def test_keys_and_values_of_cross_attention_that_are_handed_over_answer_as
 
 
 async def check(
-    folder: Path, topology: str, cases: list[Case], max_tokens: int, broker_url: str, dtype: str = "bfloat16"
+    folder: Path,
+    topology: str,
+    cases: list[Case],
+    max_tokens: int,
+    broker_url: str,
+    dtype: str = "bfloat16",
+    **pools: Any,
 ) -> None:
-    engine = {"device": DEVICE, "dtype": dtype, **POOLS, **fast_path.flashinfer_for(dtype)}
+    engine = {"device": DEVICE, "dtype": dtype, **(pools or POOLS), **fast_path.flashinfer_for(dtype)}
     llm = LLM(folder, **engine)
     if dtype != "float32":
         fast_path.check_encoder(llm)

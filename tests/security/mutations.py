@@ -108,3 +108,11 @@ def _other(rng: random.Random, value: object) -> object:
         [value],
     ]
     return rng.choice(candidates)
+
+
+def decoded(decode: Callable[[bytes], object], data: bytes, expected: type[Exception]) -> object:
+    """The message, or the expected error; any other exception is the end of the test, and would be that of a worker."""
+    try:
+        return decode(data)
+    except expected as error:
+        return error

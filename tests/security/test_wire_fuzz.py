@@ -7,8 +7,6 @@ import gc
 import math
 import random
 import time
-from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import pytest
@@ -18,10 +16,10 @@ from broker.cluster.curve import ClusterContext
 from broker.cluster.rpc import WorkerServer
 from broker.handoff.channels import ChannelReader, stream_key
 from broker.transports.tensors import TensorReceiver, payload_fault
-from common.errors import ErrorInfo, TriptychError
+from common.errors import TriptychError
 from common.messages import Abort, Grant, Offer, TensorHeader, decode_handoff, encode
 from tests.eventually import eventually
-from tests.security.mutations import NUMBERS, SEED, hostile
+from tests.security.mutations import NUMBERS, SEED, decoded, hostile
 from tests.security.real_messages import MESSAGES, WIRE
 from tests.security.test_curve import resident_bytes
 
@@ -37,11 +35,11 @@ def test_decoding_gives_a_message_or_an_error(decode):
     rng, outcomes = random.Random(SEED), {"message": 0, "error": 0}
     before = resident_bytes()
     for data in hostile(rng, WIRE[decode], PER_DECODER):
-        outcome = decoded(decode, data)
-        if isinstance(outcome, ErrorInfo):
+        outcome = decoded(decode, data, TriptychError)
+        if isinstance(outcome, TriptychError):
             outcomes["error"] += 1
-            assert outcome.code == "invalid_request"
-            assert len(outcome.message) < 1000
+            assert outcome.info.code == "invalid_request"
+            assert len(outcome.info.message) < 1000
         else:
             outcomes["message"] += 1
             assert isinstance(outcome, kinds)
@@ -49,14 +47,6 @@ def test_decoding_gives_a_message_or_an_error(decode):
     gc.collect()
     assert resident_bytes() - before < GROWTH_BYTES
     assert min(outcomes.values()) > PER_DECODER / 100  # neither kind is rare: the test reaches both
-
-
-def decoded(decode: Callable[[bytes], Any], data: bytes) -> Any:
-    """The message, or the error; any other exception is the end of the test, and would be that of a worker."""
-    try:
-        return decode(data)
-    except TriptychError as error:
-        return error.info
 
 
 def assert_harmless(message: object) -> None:

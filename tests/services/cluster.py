@@ -54,6 +54,26 @@ def sign(colour: str, *, mark: int = 0, size: int = 112) -> bytes:
     return encoded(picture)
 
 
+def about_pictures(request_id: str, media: list[bytes], text: str, max_tokens: int = 8) -> Generate:
+    """A request about some pictures."""
+    processor = TextProcessor(load_model_info("signpost"))
+    content = [*({"type": "image"} for _ in media), {"type": "text", "text": text}]
+    ids = processor.render_chat([{"role": "user", "content": content}])
+    places = processor.placeholder_indices(ids, len(media))
+    slots = [
+        InputSlot(number, "image", content_hash("image", item), place)
+        for number, (item, place) in enumerate(zip(media, places, strict=True))
+    ]
+    return Generate(request_id, ids, slots, SamplingParams(max_tokens=max_tokens, temperature=0.0))
+
+
+def encode_order(
+    request_id: str, input_id: int, media: bytes, *, to: str = "d0", attempt: int = 0, timeout_s: float = 30.0
+) -> Encode:
+    digest, deadline_s = content_hash("image", media), time.monotonic() + timeout_s
+    return Encode(request_id, input_id, attempt, "image", digest, media, to, deadline_s)
+
+
 @dataclass
 class Cluster:
     url: str
@@ -158,21 +178,6 @@ class Proxy:
     async def send(self, instance_id: str, *messages: ToWorker) -> None:
         for message in messages:
             await self.clients[instance_id].send(message)
-
-    def question(self, request_id: str, media: list[bytes], text: str, max_tokens: int = 8) -> Generate:
-        """A request about some pictures."""
-        content = [*({"type": "image"} for _ in media), {"type": "text", "text": text}]
-        ids = self.text.render_chat([{"role": "user", "content": content}])
-        places = self.text.placeholder_indices(ids, len(media))
-        slots = [
-            InputSlot(number, "image", content_hash("image", item), place)
-            for number, (item, place) in enumerate(zip(media, places, strict=True))
-        ]
-        return Generate(request_id, ids, slots, SamplingParams(max_tokens=max_tokens, temperature=0.0))
-
-    def encode(self, request_id: str, input_id: int, media: bytes, *, to: str = "d0", attempt: int = 0) -> Encode:
-        digest = content_hash("image", media)
-        return Encode(request_id, input_id, attempt, "image", digest, media, to, time.monotonic() + 30)
 
     async def answer(self, request_id: str, timeout_s: float = 30.0) -> str:
         """The text of a finished request; fails if it has failed."""

@@ -19,13 +19,17 @@ from broker.transports.received import PushTarget
 from broker.transports.tensors import ReceivedTensor, TensorReceiver, TensorSender
 from common.config import EngineConfig, Settings
 from common.errors import TriptychError
-from common.messages import FromWorker, Grant, HandoffMessage, InstanceRecord, KvOffer, Offer, Role
+from common.messages import Encoded, FromWorker, Grant, HandoffMessage, InstanceRecord, KvOffer, Offer, Role, Tokens
 from common.model_info import load_model_info
+from common.text.processor import TextProcessor
+from services.roles.decoder import PrefillDecodeService
+from services.roles.encoder import EncoderService
 from services.worker_context import RoleService, WorkerContext
 from services.worker_process import WorkerProcess
 from tests.broker.conftest import running
 from tests.broker.transports.transport_kit import next_target, receive
 from tests.eventually import eventually
+from tests.services.cluster import about_pictures, encode_order, sign
 
 CLUSTER = "c"
 R = TypeVar("R", bound=RoleService)
@@ -65,6 +69,14 @@ class InProcess(Generic[R]):
         await eventually(lambda: bool(self.of(kind, request_id)), 20.0)
         return self.of(kind, request_id)[0]
 
+    async def text(self, request_id: str) -> str:
+        return TextProcessor(load_model_info("signpost")).decode(await self.token_ids(request_id))
+
+    async def token_ids(self, request_id: str) -> list[int]:
+        """The answer to a request, once it is whole."""
+        await eventually(lambda: any(message.done for message in self.of(Tokens, request_id)), 20.0)
+        return [token for message in self.of(Tokens, request_id) for token in message.token_ids]
+
     def gauge(self, name: str) -> float:
         return self.shell._context.metrics.gauges[name]()
 
@@ -101,6 +113,17 @@ async def in_process(
     finally:
         shell.stop.set()
         assert await task == 0
+
+
+async def colour_seen(
+    encoder: InProcess[EncoderService], decoder: InProcess[PrefillDecodeService], request_id: str, colour: str
+) -> str:
+    """What the decoder `d0` answers about a sign, after the encoder has handed it over."""
+    media = sign(colour)
+    await decoder.proxy.send(about_pictures(request_id, [media], "What colour is the sign?"))
+    await encoder.proxy.send(encode_order(request_id, 0, media))
+    assert (await encoder.one(Encoded, request_id)).error is None
+    return await decoder.text(request_id)
 
 
 class Peer:

@@ -27,7 +27,7 @@ from common.messages import Abort, Encode, Encoded, InstanceRecord, Offer, Tenso
 from engine.processors import init_worker, process
 from services.process.handoff_trace import hop_latencies
 from tests.eventually import eventually
-from tests.services.cluster import START_S, Cluster, Proxy, cluster, sign
+from tests.services.cluster import START_S, Cluster, Proxy, about_pictures, cluster, encode_order, sign
 
 pytestmark = pytest.mark.cluster
 COLOUR = "What colour is the sign?"
@@ -60,8 +60,8 @@ async def client(broker_url: str) -> AsyncIterator[Redis]:
 async def ask(proxy: Proxy, request_id: str, colour: str, mark: int = 0) -> bool:
     """Ask for the colour of a picture; True if the answer is right. The text around it is the model's business."""
     media = sign(colour, mark=mark)
-    await proxy.send("d0", proxy.question(request_id, [media], COLOUR))
-    await proxy.send("e0", proxy.encode(request_id, 0, media))
+    await proxy.send("d0", about_pictures(request_id, [media], COLOUR))
+    await proxy.send("e0", encode_order(request_id, 0, media))
     return (await proxy.answer(request_id)).startswith(colour)
 
 
@@ -104,9 +104,9 @@ async def test_content_that_is_there_already_is_not_encoded_again(proxy: Proxy) 
 
 async def test_an_offer_may_come_before_its_request(proxy: Proxy) -> None:
     media = sign("orange", mark=1)
-    await proxy.send("e0", proxy.encode("early", 0, media))
+    await proxy.send("e0", encode_order("early", 0, media))
     await eventually(lambda: _offers_received(proxy), 10.0)
-    await proxy.send("d0", proxy.question("early", [media], COLOUR))
+    await proxy.send("d0", about_pictures("early", [media], COLOUR))
     assert (await proxy.answer("early")).startswith("orange")
 
 
@@ -118,9 +118,9 @@ async def test_an_abort_in_the_middle_frees_everything(proxy: Proxy) -> None:
     media = [sign(colour, size=196 + 28 * n) for n, colour in enumerate(("red", "blue", "green", "purple"))]
     for number in range(4):
         request_id = f"abort-{number}"
-        await proxy.send("d0", proxy.question(request_id, media, COLOUR, max_tokens=64))
+        await proxy.send("d0", about_pictures(request_id, media, COLOUR, max_tokens=64))
         for input_id, item in enumerate(media):
-            await proxy.send("e0", proxy.encode(request_id, input_id, item))
+            await proxy.send("e0", encode_order(request_id, input_id, item))
     await eventually(lambda: any(isinstance(answer, Encoded) for answer in proxy.answers))
     for number in range(4):
         for instance_id in ("e0", "d0"):
@@ -130,7 +130,7 @@ async def test_an_abort_in_the_middle_frees_everything(proxy: Proxy) -> None:
 
 async def test_repeated_messages_are_harmless(proxy: Proxy, running_cluster: Cluster, client: Redis) -> None:
     media = sign("yellow", mark=2)
-    generate, encoding = proxy.question("twice", [media], COLOUR), proxy.encode("twice", 0, media)
+    generate, encoding = about_pictures("twice", [media], COLOUR), encode_order("twice", 0, media)
     offer = _offer_of(encoding)
     await proxy.send("d0", generate, generate)
     await proxy.send("e0", encoding, encoding, encoding)
@@ -168,21 +168,21 @@ def _offer_of(message: Encode) -> Offer:
 
 
 async def test_bad_media_are_reported_and_leave_nothing(proxy: Proxy) -> None:
-    await proxy.send("e0", proxy.encode("bad", 0, b"no picture at all"))
+    await proxy.send("e0", encode_order("bad", 0, b"no picture at all"))
     reply = await proxy.encoded("bad")
     assert reply.error is not None
     assert reply.error.code == "bad_media"
 
 
 async def test_a_destination_that_does_not_exist_is_unavailable(proxy: Proxy) -> None:
-    await proxy.send("e0", proxy.encode("lost", 0, sign("red"), to="d7"))
+    await proxy.send("e0", encode_order("lost", 0, sign("red"), to="d7"))
     reply = await proxy.encoded("lost")
     assert reply.error is not None
     assert reply.error.code == "unavailable"
 
 
 async def test_each_role_says_what_it_does_not_do(proxy: Proxy) -> None:
-    await proxy.send("d0", proxy.encode("wrong", 0, sign("red")))
+    await proxy.send("d0", encode_order("wrong", 0, sign("red")))
     reply = await proxy.encoded("wrong")
     assert reply.error is not None
     assert reply.error.message == "d0 is a prefill_decode worker: it has no encoder"
@@ -230,7 +230,7 @@ async def test_an_idle_encoder_becomes_a_decoder_worker_and_an_encoder_again(run
         running_cluster.records["e0"] = record
         proxy = Proxy(running_cluster)
         if role == "prefill_decode":
-            await proxy.send("e0", proxy.question("text", [], "Which colours are there?"))
+            await proxy.send("e0", about_pictures("text", [], "Which colours are there?"))
             assert await proxy.answer("text")
         else:
             assert await ask(proxy, "picture", "green", mark=5)

@@ -18,7 +18,7 @@ from broker.transports.redis.wire import Passing, decode_passing
 from broker.transports.shm import wire as shm_wire
 from broker.transports.zmq import wire as zmq_wire
 from common.messages import TensorHeader, encode
-from tests.security.mutations import SEED, hostile
+from tests.security.mutations import SEED, decoded, hostile
 from tests.security.test_curve import resident_bytes
 
 PER_DECODER = 20_000
@@ -71,7 +71,7 @@ def test_decoding_gives_a_message_or_a_value_error(wire: str) -> None:
     kinds, rng, outcomes = tuple(type(message) for message in messages), random.Random(SEED), Counter[str]()
     before = resident_bytes()
     for data in hostile(rng, [encode(message) for message in messages], PER_DECODER):
-        outcome = decoded(decode, data)
+        outcome = decoded(decode, data, ValueError)
         if isinstance(outcome, ValueError):
             outcomes["error"] += 1
             assert len(str(outcome)) < 1000
@@ -83,11 +83,3 @@ def test_decoding_gives_a_message_or_a_value_error(wire: str) -> None:
     gc.collect()
     assert resident_bytes() - before < GROWTH_BYTES
     assert min(outcomes["error"], outcomes["message"]) > PER_DECODER / 100  # neither is rare: both are reached
-
-
-def decoded(decode: Callable[[bytes], object], data: bytes) -> object:
-    """The message, or the error; any other exception is the end of the test, and would be that of a worker."""
-    try:
-        return decode(data)
-    except ValueError as error:
-        return error

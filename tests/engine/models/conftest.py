@@ -29,6 +29,11 @@ def _leave_no_worker() -> Iterator[None]:
     processors._worker = None
 
 
+@pytest.fixture
+def input_ids() -> torch.Tensor:
+    return torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(1))
+
+
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.make_llama(tmp_path_factory.mktemp("models") / "llama")

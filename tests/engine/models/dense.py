@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -41,6 +46,10 @@ class DenseAttention:
 
     def cross_attention(self, layer: int, query: Tensor, *, scale: float | None = None) -> Tensor:
         return _attend(query, *self._cross[layer], scale, None)
+
+
+def edit_json(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
 
 
 def decoder_of(folder: object, dtype: torch.dtype = torch.float32) -> DecoderModel:

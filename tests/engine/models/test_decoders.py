@@ -36,11 +36,6 @@ LLAMA3_ROPE = {
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
 
 
-@pytest.fixture
-def input_ids() -> torch.Tensor:
-    return torch.randint(0, 256, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1))
-
-
 @torch.inference_mode()
 def transformers_logits(folder: Path, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -15,7 +15,6 @@ from transformers import AutoFeatureExtractor
 
 from common.errors import TriptychError
 from engine import processors
-from tests.equality.processors import image_processor
 from tests.media_files import encoded, noise, sound_file, tone
 
 
@@ -23,20 +22,6 @@ def refused(kind: str, media: bytes) -> TriptychError:
     with pytest.raises(TriptychError) as caught:
         processors.process(kind, media)
     return caught.value
-
-
-@pytest.mark.parametrize("size", [(28, 28), (150, 75), (640, 480), (3, 500), (1, 1)], ids=str)
-def test_pictures_are_processed_as_by_transformers(qwen2_5_vl: Path, size: tuple[int, int]) -> None:
-    processors.init_worker(str(qwen2_5_vl), "float32")
-    image = noise(*size)
-    item = processors.process("image", encoded(image))
-    expected = image_processor(qwen2_5_vl)(images=image, return_tensors="np")
-    assert np.array_equal(item.arrays["pixel_values"], expected["pixel_values"])
-    time, height, width = expected["image_grid_thw"][0].tolist()
-    assert item.layout.grid == (time, height // 2, width // 2)
-    assert item.layout.num_encoder_tokens == time * height * width // 4
-    assert item.layout.expansion == [(261, item.layout.num_encoder_tokens)]
-    assert item.shape == (item.layout.num_encoder_tokens, 64)
 
 
 def test_clips_are_processed_as_by_transformers(whisper: Path) -> None:

@@ -26,9 +26,10 @@ from engine.models.base import EncoderRows
 from engine.models.config import read_text_config
 from engine.processors import ProcessedInput
 from engine.processors.qwen2_audio import num_output_tokens
-from tests.engine.models.dense import DenseAttention, decoder_of, logits_of
+from tests.engine.models.dense import DenseAttention, decoder_of, edit_json, logits_of
 from tests.engine.models.encoders import QWEN_SIZES, assert_outputs_equal, encoder_of, pictures
 from tests.engine.models.test_decoders import assert_equal_logits
+from tests.equality.conftest import MAKERS
 from tests.equality.processors import image_processor
 from tests.media_files import encoded, noise, sound_file, tone
 from tests.tiny import qwen
@@ -46,13 +47,7 @@ Folders = dict[str, Path]
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     root = tmp_path_factory.mktemp("qwen")
-    makers = {"qwen2_vl": qwen.make_qwen2_vl, "qwen3_vl": qwen.make_qwen3_vl, "qwen2_audio": qwen.make_qwen2_audio}
-    return {name: make(root / name) for name, make in makers.items()}
-
-
-@pytest.fixture
-def input_ids() -> torch.Tensor:
-    return torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(1))
+    return {name: MAKERS[name](root / name) for name in (*MODELS, "qwen2_5_vl")}
 
 
 def reference(folders: Folders, name: str) -> Any:
@@ -73,7 +68,7 @@ def samples_of(seconds: float) -> Any:
 # --- preprocessing
 
 
-@pytest.mark.parametrize("name", VISUAL)
+@pytest.mark.parametrize("name", ["qwen2_5_vl", *VISUAL])
 @pytest.mark.parametrize("size", [*QWEN_SIZES, (640, 480), (3, 500), (1, 1)], ids=str)
 def test_pictures_are_processed_as_by_transformers(folders: Folders, name: str, size: tuple[int, int]) -> None:
     info = load_model_info(str(folders[name]))
@@ -86,6 +81,7 @@ def test_pictures_are_processed_as_by_transformers(folders: Folders, name: str, 
     num_tokens = time * height * width // 4
     assert item.layout.grid == (time, height // 2, width // 2)
     assert item.layout.expansion == [(info.placeholder_token_id, num_tokens)]
+    assert item.layout.num_encoder_tokens == num_tokens
     assert item.shape == (num_tokens, 64 * 3 if name == "qwen3_vl" else 64)
 
 
@@ -227,10 +223,6 @@ def test_the_decoder_of_qwen2_audio_equals_transformers(folders: Folders, input_
 
 
 # --- folders as they are published
-
-
-def edit_json(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    path.write_text(json.dumps(change(json.loads(path.read_text()))))
 
 
 def split_weights(folder: Path, rename: Callable[[str], str] = str) -> None:

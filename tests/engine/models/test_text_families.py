@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,10 @@ from transformers import Qwen3Config
 
 from common.model_info import load_model_info
 from engine.models.config import read_text_config
-from tests.engine.models.dense import decoder_of, logits_of
+from tests.engine.models.dense import decoder_of, edit_json, logits_of
 from tests.engine.models.test_decoders import assert_equal_logits, transformers_logits
 from tests.tiny.text import make_mistral, make_qwen3
 from tests.tiny_models import make_qwen2
-
-
-@pytest.fixture
-def input_ids() -> torch.Tensor:
-    return torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize(
@@ -59,19 +53,13 @@ def test_windows_of_the_upper_layers_of_qwen_equal_transformers(
 
 def test_what_a_config_does_not_say_about_windows_is_as_in_transformers(tmp_path: Path) -> None:
     folder = make_mistral(tmp_path / "model", max_position_embeddings=8192)
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    del config["sliding_window"]
-    path.write_text(json.dumps(config))
+    edit_json(folder / "config.json", lambda config: {k: v for k, v in config.items() if k != "sliding_window"})
     assert read_text_config(load_model_info(str(folder))).windows == (4096,) * 3
-    path.write_text(json.dumps({**config, "sliding_window": None}))
+    edit_json(folder / "config.json", lambda config: {**config, "sliding_window": None})
     assert read_text_config(load_model_info(str(folder))).windows == (None,) * 3
 
 
 def test_a_config_without_a_head_dim_has_that_of_transformers(tmp_path: Path) -> None:
     folder = make_qwen3(tmp_path / "model")
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    del config["head_dim"]
-    path.write_text(json.dumps(config))
+    edit_json(folder / "config.json", lambda config: {k: v for k, v in config.items() if k != "head_dim"})
     assert read_text_config(load_model_info(str(folder))).head_dim == Qwen3Config().head_dim

@@ -11,9 +11,9 @@ import pytest
 from common.messages import Role
 from common.model_info import BUNDLED
 from common.sampling_params import SamplingParams
-from engine.llm import LLM, Prompt, RequestOutput
+from engine.llm import LLM, RequestOutput
 from tests.equality.cases import MAX_TOKENS, Case, CasesOf, FolderOf
-from tests.equality.runs import expected_of
+from tests.equality.runs import expected_of, prompt_of
 from tests.equality.served import Served, serve
 from tools.soak import leak_check
 
@@ -103,7 +103,9 @@ async def test_sampled_choices_and_their_log_probabilities_equal_those_of_llm(
         pytest.skip("a transcription has one choice")
     case, llm = cases[1], LLM(served.info.folder)
     answer = await _sample(served, case)
-    (expected,) = llm.generate(_prompt(served, case), SamplingParams(**SAMPLED, logprobs=NUM_LOGPROBS, ignore_eos=True))
+    (expected,) = llm.generate(
+        prompt_of(served.info, case), SamplingParams(**SAMPLED, logprobs=NUM_LOGPROBS, ignore_eos=True)
+    )
     assert [choice.token_ids for choice in answer.choices] == [one.token_ids for one in expected.outputs]
     assert len({tuple(choice.token_ids) for choice in answer.choices}) == 2
     for choice, told in zip(answer.choices, _logprobs(expected), strict=True):
@@ -137,13 +139,6 @@ async def _sample(served: Served, case: Case) -> Any:
         create: Any = client.chat.completions.create if chat else client.completions.create
         logprobs = {"logprobs": True, "top_logprobs": NUM_LOGPROBS} if chat else {"logprobs": NUM_LOGPROBS}
         return await create(model=served.info.name, **{**case.http, "extra_body": extra}, **SAMPLED, **logprobs)
-
-
-def _prompt(served: Served, case: Case) -> Prompt:
-    if case.encoder_prompt is not None:
-        return {"encoder_prompt": case.encoder_prompt, "decoder_prompt": case.decoder_prompt}
-    media: dict[str, Any] = {str(served.info.media_kind): case.media} if case.media else {}
-    return {"prompt_token_ids": case.prompt, "multi_modal_data": media}
 
 
 def _logprobs(output: RequestOutput) -> list[list[float]]:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import AutoFeatureExtractor, GenerationMixin
 
-from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from common.text import whisper_prompt
 from engine.core.encoder_engine import encoder_computations
@@ -22,7 +21,7 @@ from tests import tiny_models
 from tests.equality.cases import FolderOf, ReferenceOf
 from tests.equality.media import sound, text_prompts, wav
 from tests.equality.references import SAMPLE_RATE, Reference
-from tests.equality.runs import kv_bytes
+from tests.equality.runs import llm_of_blocks
 from tests.tiny import encdec
 
 MAX_TOKENS = 14
@@ -195,8 +194,7 @@ def test_beams_that_lose_their_blocks_beside_sampling_neighbours(
     mixed = [prompt for prompt in prompts for _ in range(2)]
     expected = [search_text(llama_reference, prompt, search) for prompt, search in zip(prompts, SEARCHES, strict=True)]
     alone = [LLM(llama).generate([prompt], neighbour)[0] for prompt in prompts]
-    kv_cache_bytes = kv_bytes(load_model_info(str(llama)), num_blocks, 4)
-    llm = LLM(llama, block_size=4, kv_cache_bytes=kv_cache_bytes, preemption=policy, max_num_batched_tokens=16)
+    llm = llm_of_blocks(llama, num_blocks, 4, preemption=policy, max_num_batched_tokens=16)
     outputs = llm.generate(mixed, params)
     check(outputs[1::2], expected)
     for ours, theirs in zip(outputs[::2], alone, strict=True):
@@ -259,8 +257,7 @@ def test_beams_of_bart_when_blocks_are_scarce(bart: Path, bart_reference: Refere
     search, prompts = SEARCHES[3], text_prompts(5, longest=40)
     own = search.width * -(-(2 + MAX_TOKENS) // 4)
     num_blocks = own + -(-max(map(len, prompts)) // 4) + 1
-    kv_cache_bytes = kv_bytes(load_model_info(str(bart)), num_blocks, 4)
-    llm = LLM(bart, block_size=4, kv_cache_bytes=kv_cache_bytes, preemption=policy)
+    llm = llm_of_blocks(bart, num_blocks, 4, preemption=policy)
     check(llm.generate(prompts, search.params()), bart_beams(bart_reference, search, 5, 40))
     assert llm.decoder.stats()["preemptions_total"] > 0
 

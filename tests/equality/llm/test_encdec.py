@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from common.errors import TriptychError
-from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from engine.core.encoder_engine import encoder_computations
 from engine.llm import LLM
@@ -17,7 +16,7 @@ from tests.equality.cases import ENCODER_DECODER_FAMILIES, Case, CasesOf, Folder
 from tests.equality.cases import MAX_TOKENS as LIMITS
 from tests.equality.media import text_prompts
 from tests.equality.references import Reference
-from tests.equality.runs import answer_all, expected_of, kv_bytes, strip
+from tests.equality.runs import answer_all, expected_of, llm_of_blocks, strip
 from tests.tiny import encdec
 
 MAX_TOKENS = LIMITS["bart"]
@@ -56,8 +55,7 @@ def test_tokens_equal_transformers_when_the_pool_is_too_small_for_all(setup: Set
     longest = max(len(case.prompt) for case in cases) + MAX_TOKENS
     encoder = max(len(case.encoder_prompt or []) for case in cases)
     num_blocks = -(-longest // block_size) + -(-encoder // block_size) + 2
-    kv_cache_bytes = kv_bytes(load_model_info(str(folder)), num_blocks, block_size)
-    llm = LLM(folder, block_size=block_size, kv_cache_bytes=kv_cache_bytes, max_num_batched_tokens=32)
+    llm = llm_of_blocks(folder, num_blocks, block_size, max_num_batched_tokens=32)
     assert answer_all(llm, cases, MAX_TOKENS, steps_between=1) == expected_of(cases)
     assert llm.decoder.stats()["preemptions_total"] > 0
 

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from engine.llm import LLM
 from tests.equality.cases import MAX_TOKENS as LIMITS
 from tests.equality.cases import Case, CasesOf, FolderOf
-from tests.equality.runs import answer_all, expected_of, kv_bytes
+from tests.equality.runs import answer_all, expected_of, llm_of_blocks
 from tests.tiny.llava import LLAVA_PATCH, LLAVA_SIDE
 
 MAX_TOKENS = LIMITS["llava"]
@@ -46,14 +45,8 @@ def test_tokens_of_their_relatives_equal_transformers(name: str, folder_of: Fold
 def test_tokens_equal_transformers_when_cache_and_pool_are_too_small_for_all(setup: Setup) -> None:
     folder, cases, largest_bytes = setup
     num_blocks = (_longest_prompt(folder, cases) + MAX_TOKENS) // 8 + 2
-    kv_cache_bytes = kv_bytes(load_model_info(str(folder)), num_blocks, 8)
-    llm = LLM(
-        folder,
-        block_size=8,
-        max_num_batched_tokens=48,
-        kv_cache_bytes=kv_cache_bytes,
-        encoder_cache_bytes=2 * largest_bytes,
-    )
+    room = {"max_num_batched_tokens": 48, "encoder_cache_bytes": 2 * largest_bytes}
+    llm = llm_of_blocks(folder, num_blocks, 8, **room)
     assert answer_all(llm, cases, MAX_TOKENS, steps_between=1) == expected_of(cases)
     stats = llm.decoder.stats()
     assert stats["preemptions_total"] > 0

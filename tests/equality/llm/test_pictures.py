@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from common.model_info import load_model_info
 from engine.llm import LLM
 from tests.equality.cases import MAX_TOKENS as LIMITS
 from tests.equality.cases import Case, CasesOf, FolderOf
-from tests.equality.runs import answer_all, expected_of, kv_bytes
+from tests.equality.runs import answer_all, expected_of, llm_of_blocks
 
 MAX_TOKENS = LIMITS["qwen2_5_vl"]
 CACHE_OF_TWO = 2 * 49 * 64 * 4
@@ -52,10 +51,8 @@ def test_tokens_equal_transformers_when_the_pool_is_too_small_for_all(
     tiny: tuple[Path, list[Case]], cache_bytes: int, steps_between: int
 ) -> None:
     folder, cases = tiny
-    info = load_model_info(str(folder))
     num_blocks = (3 * 49 + 90 + MAX_TOKENS) // 8 + 1
-    options = {"block_size": 8, "kv_cache_bytes": kv_bytes(info, num_blocks, 8), "encoder_cache_bytes": cache_bytes}
-    llm = LLM(folder, max_num_batched_tokens=48, **options)
+    llm = llm_of_blocks(folder, num_blocks, 8, max_num_batched_tokens=48, encoder_cache_bytes=cache_bytes)
     assert answer_all(llm, cases, MAX_TOKENS, steps_between=steps_between) == expected_of(cases)
     stats = llm.decoder.stats()
     assert stats["preemptions_total"] > 0

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from common.errors import TriptychError
-from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from engine.llm import LLM
 from tests.equality.cases import MAX_TOKENS, Case, CasesOf, FolderOf
-from tests.equality.runs import answer_all, expected_of, kv_bytes, strip
+from tests.equality.runs import answer_all, expected_of, llm_of_blocks, strip
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -38,8 +37,7 @@ def test_tokens_equal_transformers(setup: Setup, options: dict[str, Any], steps_
 def test_tokens_equal_transformers_when_the_pool_is_too_small_for_all(setup: Setup) -> None:
     folder, cases, max_tokens = setup
     num_blocks = (3 * 100 + 120 + max_tokens) // 8 + 1
-    pool = kv_bytes(load_model_info(str(folder)), num_blocks, 8)
-    llm = LLM(folder, max_num_batched_tokens=48, block_size=8, kv_cache_bytes=pool)
+    llm = llm_of_blocks(folder, num_blocks, 8, max_num_batched_tokens=48)
     assert answer_all(llm, cases, max_tokens, steps_between=1) == expected_of(cases)
     assert llm.decoder.stats()["preemptions_total"] > 0
 

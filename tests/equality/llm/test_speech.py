@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from common.model_info import load_model_info
 from common.text import whisper_prompt
 from engine.llm import LLM
 from tests.equality.cases import MAX_TOKENS as LIMITS
 from tests.equality.cases import Case, CasesOf, FolderOf, timed_speech_cases
 from tests.equality.media import recording
 from tests.equality.references import Reference
-from tests.equality.runs import answer_all, expected_of, kv_bytes
+from tests.equality.runs import answer_all, expected_of, llm_of_blocks
 
 MAX_TOKENS = LIMITS["whisper"]
 OPTIONS: list[Any] = [
@@ -40,9 +39,8 @@ def test_tokens_equal_transformers(clips: tuple[Path, list[Case]], options: dict
 
 def test_tokens_equal_transformers_when_the_pool_is_too_small_for_all(clips: tuple[Path, list[Case]]) -> None:
     folder, cases = clips
-    info = load_model_info(str(folder))
     num_blocks = 2 * (1500 // 4) + 9  # two clips with their cross-attention blocks, and few of their own
-    llm = LLM(folder, block_size=4, kv_cache_bytes=kv_bytes(info, num_blocks, 4), encoder_cache_bytes=1500 * 64 * 4)
+    llm = llm_of_blocks(folder, num_blocks, 4, encoder_cache_bytes=1500 * 64 * 4)
     assert answer_all(llm, cases, MAX_TOKENS) == expected_of(cases)
     assert llm.decoder.stats()["preemptions_total"] > 0
 
@@ -50,9 +48,8 @@ def test_tokens_equal_transformers_when_the_pool_is_too_small_for_all(clips: tup
 @pytest.mark.parametrize("num_blocks", [4000, 2 * (1500 // 4) + 9], ids=["roomy pool", "tight pool"])
 def test_requests_over_the_same_audio_answer_as_if_alone(clips: tuple[Path, list[Case]], num_blocks: int) -> None:
     folder, cases = clips
-    info = load_model_info(str(folder))
     repeated = [cases[0], cases[1], cases[0], cases[2], cases[0], cases[1]]
-    llm = LLM(folder, block_size=4, kv_cache_bytes=kv_bytes(info, num_blocks, 4))
+    llm = llm_of_blocks(folder, num_blocks, 4)
     assert answer_all(llm, repeated, MAX_TOKENS, steps_between=1) == expected_of(repeated)
     assert llm.decoder.stats()["cross_table_hits_total"] > 0
 

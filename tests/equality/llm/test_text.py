@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from engine.llm import LLM
 from tests.equality.cases import MAX_TOKENS as LIMITS
 from tests.equality.cases import Case, CasesOf, FolderOf
-from tests.equality.runs import answer_all, expected_of, kv_bytes
+from tests.equality.runs import answer_all, expected_of, llm_of_blocks
 
 MAX_TOKENS = LIMITS["llama"]
 OPTIONS: list[Any] = [
@@ -43,8 +42,7 @@ def test_tokens_equal_transformers_when_the_pool_is_too_small_for_all(text_cases
     folder, cases = text_cases
     longest = max(len(case.prompt) for case in cases) + MAX_TOKENS
     num_blocks = -(-longest // block_size) + 2
-    kv_cache_bytes = kv_bytes(load_model_info(str(folder)), num_blocks, block_size)
-    llm = LLM(folder, block_size=block_size, kv_cache_bytes=kv_cache_bytes, max_num_batched_tokens=32)
+    llm = llm_of_blocks(folder, num_blocks, block_size, max_num_batched_tokens=32)
     assert answer_all(llm, cases, MAX_TOKENS, steps_between=1) == expected_of(cases)
     assert llm.decoder.stats()["preemptions_total"] > 0
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import torch
 import zmq.asyncio
 from redis.asyncio import Redis
 
-from common.hashing import content_hash
-from common.messages import Abort, Encode, Encoded, Generate, InputSlot, Tokens
-from common.model_info import load_model_info
+from common.messages import Abort, Encoded
 from common.sampling_params import SamplingParams
-from common.text.processor import TextProcessor
 from engine.llm import LLM
 from services.encode import local_encode
 from services.handoff.payloads import compute_on_own_stream
@@ -24,7 +21,7 @@ from services.roles.decoder import DecoderService, EncodePrefillDecodeService, P
 from services.worker_context import WorkerContext
 from tests.eventually import eventually
 from tests.services.apart import HELD_BY_ENGINES
-from tests.services.cluster import sign
+from tests.services.cluster import about_pictures, encode_order, sign
 from tests.services.inprocess import InProcess, in_process
 
 TEXT = "What colour is the sign?"
@@ -37,35 +34,12 @@ class Setting:
 
     def __init__(self, worker: InProcess[DecoderService]) -> None:
         self.worker = worker
-        self.text = TextProcessor(load_model_info("signpost"))
 
     async def generate(self, request_id: str, media: list[bytes], max_tokens: int = 8) -> None:
-        content = [*({"type": "image"} for _ in media), {"type": "text", "text": TEXT}]
-        ids = self.text.render_chat([{"role": "user", "content": content}])
-        places = self.text.placeholder_indices(ids, len(media))
-        slots = [
-            InputSlot(number, "image", content_hash("image", item), place)
-            for number, (item, place) in enumerate(zip(media, places, strict=True))
-        ]
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-        await self.worker.proxy.send(Generate(request_id, ids, slots, sampling))
+        await self.worker.proxy.send(about_pictures(request_id, media, TEXT, max_tokens))
 
-    async def encode(
-        self,
-        request_id: str,
-        input_id: int,
-        media: bytes,
-        *,
-        attempt: int = 0,
-        to: str = "w0",
-        timeout_s: float = 20.0,
-    ) -> None:
-        digest, deadline_s = content_hash("image", media), time.monotonic() + timeout_s
-        await self.worker.proxy.send(Encode(request_id, input_id, attempt, "image", digest, media, to, deadline_s))
-
-    async def answer(self, request_id: str) -> list[int]:
-        await eventually(lambda: any(message.done for message in self.worker.of(Tokens, request_id)), 20.0)
-        return [token for message in self.worker.of(Tokens, request_id) for token in message.token_ids]
+    async def encode(self, request_id: str, input_id: int, media: bytes, *, to: str = "w0", **changes: Any) -> None:
+        await self.worker.proxy.send(encode_order(request_id, input_id, media, to=to, **changes))
 
     async def is_idle(self) -> bool:
         stats = await self.worker.role.thread.call(lambda engine: engine.stats(), 5.0)
@@ -100,7 +74,7 @@ async def test_one_process_answers_as_llm_does_and_hands_nothing_over(
         await setting.generate("r", media)
         for input_id, item in enumerate(media):
             await setting.encode("r", input_id, item)
-        assert await setting.answer("r") == expected.outputs[0].token_ids
+        assert await setting.worker.token_ids("r") == expected.outputs[0].token_ids
         await eventually(lambda: len(setting.worker.of(Encoded, "r")) == 2)
         replies = setting.worker.of(Encoded, "r")
         assert all(reply.error is None for reply in replies)
@@ -110,7 +84,7 @@ async def test_one_process_answers_as_llm_does_and_hands_nothing_over(
         await setting.generate("again", media)
         for input_id, item in enumerate(media):
             await setting.encode("again", input_id, item)
-        assert await setting.answer("again") == expected.outputs[0].token_ids
+        assert await setting.worker.token_ids("again") == expected.outputs[0].token_ids
         stages = {span.stage for reply in setting.worker.of(Encoded, "again") for span in reply.spans}
         assert "encode" not in stages  # the content is here already
 
@@ -130,7 +104,7 @@ async def test_the_encoder_computes_on_its_own_stream_and_the_decoder_keeps_what
     async with serving(broker_url, redis, zmq_context) as setting:
         await setting.generate("r", [sign("red")])
         await setting.encode("r", 0, sign("red"))
-        await setting.answer("r")
+        await setting.worker.token_ids("r")
         own = await setting.worker.role.thread.call(lambda engine: threading.get_ident(), 5.0)
     assert [thread for thread, _ in decoders] == [own]
     assert len(encoders) == 1
@@ -169,7 +143,7 @@ async def test_without_an_encoder_a_decoder_worker_may_encode_and_counts_it(
         assert (await setting.worker.record()).encodes
         await setting.generate("r", [sign("red")])
         await setting.encode("r", 0, sign("red"))
-        assert setting.text.decode(await setting.answer("r")).startswith("red")
+        assert (await setting.worker.text("r")).startswith("red")
         assert setting.worker.gauge("encoder_fallbacks_total") == 1
         await setting.encode("elsewhere", 0, sign("red"), to="d7")
         assert await _error(setting, "elsewhere") == "invalid_request"

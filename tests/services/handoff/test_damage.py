@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import msgspec
 import pytest
 import zmq.asyncio
@@ -12,19 +10,13 @@ from redis.asyncio import Redis
 from broker.transports.received import PushTarget, ReceivedTensor
 from broker.transports.tensors import TensorReceiver
 from common.config import Transport
-from common.hashing import content_hash
-from common.messages import Encode, Encoded, Generate, InputSlot, Tokens
-from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
-from common.text.processor import TextProcessor
 from engine.llm import LLM
 from services.roles.decoder import PrefillDecodeService
 from services.roles.encoder import EncoderService
 from tests.broker.transports.transport_kit import NIXL
-from tests.eventually import eventually
 from tests.services.apart import apart, question
-from tests.services.cluster import sign
-from tests.services.inprocess import in_process
+from tests.services.inprocess import colour_seen, in_process
 
 TRANSPORTS = ["zmq", "shm", "redis", NIXL]
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
@@ -85,23 +77,13 @@ async def test_a_part_of_a_prompt_is_sent_again(
 async def test_an_encoders_output_is_sent_again(
     broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context, damaged: list[int], transport: Transport
 ) -> None:
-    text, media = TextProcessor(load_model_info("signpost")), sign("red")
-    content = [{"type": "image"}, {"type": "text", "text": "What colour is the sign?"}]
-    ids = text.render_chat([{"role": "user", "content": content}])
-    digest = content_hash("image", media)
-    slot = InputSlot(0, "image", digest, text.placeholder_indices(ids, 1)[0])
     async with (
         in_process(broker_url, redis, zmq_context, EncoderService, instance_id="e0", transport=transport) as encoder,
         in_process(
             broker_url, redis, zmq_context, PrefillDecodeService, instance_id="d0", transport=transport
         ) as decoder,
     ):
-        await decoder.proxy.send(Generate("r", ids, [slot], GREEDY))
-        await encoder.proxy.send(Encode("r", 0, 0, "image", digest, media, "d0", time.monotonic() + 20))
-        assert (await encoder.one(Encoded, "r")).error is None
-        await eventually(lambda: any(message.done for message in decoder.of(Tokens, "r")), 20.0)
-        tokens = [token for message in decoder.of(Tokens, "r") for token in message.token_ids]
-        assert text.decode(tokens).startswith("red")
+        assert (await colour_seen(encoder, decoder, "r", "red")).startswith("red")
         assert damaged
         assert encoder.tally("handoffs")["sent_again"] == 1
         assert decoder.tally("handoffs")["receipt_corrupt"] == 1

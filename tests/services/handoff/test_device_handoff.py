@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -22,23 +21,19 @@ from broker.transports.cuda.runtime import CudaError
 from broker.transports.payload import DeviceBuffer, Payload
 from broker.transports.received import ReceivedTensor
 from broker.transports.tensors import TensorSender
-from common.hashing import checksum, content_hash
-from common.messages import Encode, Encoded, Generate, InputSlot, TensorHeader, Tokens
-from common.model_info import load_model_info
-from common.sampling_params import SamplingParams
-from common.text.processor import TextProcessor
+from common.hashing import checksum
+from common.messages import TensorHeader
 from engine.core.decoder_engine import DecoderEngine
 from engine.handoff.offer_check import KvPart
 from services.handoff.payloads import Outgoing, bytes_of, open_cuda, payload_of
 from services.handoff.receive_buffers import DeviceReceiveBuffers
 from services.handoff.receiver import MAX_DEVICE_PARTS
-from services.roles.decoder import DecodeService, PrefillDecodeService
+from services.roles.decoder import PrefillDecodeService
 from services.roles.encoder import EncoderService
 from tests.broker.transports.fake_cuda import FakeCuda
 from tests.eventually import eventually
-from tests.services.cluster import sign
-from tests.services.inprocess import InProcess, Peer, in_process
-from tests.services.roles.test_decode import Setting as PrefillingPeer
+from tests.services.inprocess import InProcess, colour_seen, in_process
+from tests.services.roles.test_decode import beside_a_prefill_worker
 
 
 @dataclass
@@ -50,18 +45,7 @@ class Pair:
     gpus: dict[str, FakeCuda]
 
     async def ask(self, request_id: str, colour: str) -> str:
-        """What the sign shows."""
-        text, media = TextProcessor(load_model_info("signpost")), sign(colour)
-        content = [{"type": "image"}, {"type": "text", "text": "What colour is the sign?"}]
-        ids = text.render_chat([{"role": "user", "content": content}])
-        digest = content_hash("image", media)
-        slot = InputSlot(0, "image", digest, text.placeholder_indices(ids, 1)[0])
-        sampling = SamplingParams(max_tokens=6, temperature=0.0)
-        await self.decoder.proxy.send(Generate(request_id, ids, [slot], sampling))
-        await self.encoder.proxy.send(Encode(request_id, 0, 0, "image", digest, media, "d0", time.monotonic() + 20))
-        assert (await self.encoder.one(Encoded, request_id)).error is None
-        await eventually(lambda: any(message.done for message in self.decoder.of(Tokens, request_id)), 20.0)
-        return text.decode([token for message in self.decoder.of(Tokens, request_id) for token in message.token_ids])
+        return await colour_seen(self.encoder, self.decoder, request_id, colour)
 
     def sent(self) -> dict[str, int]:
         return self.encoder.tally("tensors_sent")
@@ -123,15 +107,11 @@ async def test_keys_and_values_that_lie_on_a_gpu_are_refused(
 ) -> None:
     """Ours never do: they leave by the host's memory."""
     monkeypatch.setattr("services.worker_process.open_cuda", lambda device: FakeCuda())
-    async with (
-        in_process(broker_url, redis, zmq_context, DecodeService) as worker,
-        Peer(redis, zmq_context, await worker.record(), "prefill").alive() as peer,
-    ):
-        shape = await worker.role.thread.call(lambda engine: list(engine.kv_receiver._offer_check.token_shape), 5.0)
-        setting, cuda = PrefillingPeer(worker, peer, shape), FakeCuda()
+    async with beside_a_prefill_worker(broker_url, redis, zmq_context) as setting:
+        cuda, worker = FakeCuda(), setting.worker
         offer = await setting.granted("r")
         size_bytes = offer.num_tokens * setting.token_bytes
-        epoch, whole = (await worker.record()).epoch, [offer.num_tokens, *shape]
+        epoch, whole = (await worker.record()).epoch, [offer.num_tokens, *setting.token_shape]
         header = TensorHeader(*key_of(offer), "peer", epoch, whole, "float32", size_bytes, table="self")
         sender = TensorSender(zmq_context, cuda=cuda)
         await sender.send(await worker.record(), header, cuda.upload(bytes(size_bytes)), 5.0)
@@ -161,15 +141,10 @@ async def test_keys_and_values_are_on_the_gpu_before_the_engine_hears_of_them_an
     monkeypatch.setattr("services.worker_process.open_cuda", lambda device: cuda)
     monkeypatch.setattr(DeviceReceiveBuffers, "receive", noted_receive)
     monkeypatch.setattr(DecoderEngine, "deliver_kv", noted_deliver)
-    async with (
-        in_process(broker_url, redis, zmq_context, DecodeService) as worker,
-        Peer(redis, zmq_context, await worker.record(), "prefill").alive() as peer,
-    ):
-        shape = await worker.role.thread.call(lambda engine: list(engine.kv_receiver._offer_check.token_shape), 5.0)
-        setting = PrefillingPeer(worker, peer, shape)
+    async with beside_a_prefill_worker(broker_url, redis, zmq_context) as setting:
         names = [f"r{number}" for number in range(MAX_DEVICE_PARTS + 2)]
         offers = [await setting.granted(name) for name in names]
-        worker.role.thread.submit(lambda engine: going_on.wait(60))  # a long step
+        setting.worker.role.thread.submit(lambda engine: going_on.wait(60))  # a long step
         for offer in offers:
             await setting.send(offer, 0, 0, offer.num_tokens)
         await eventually(lambda: len(landed) == MAX_DEVICE_PARTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,18 +99,25 @@ class Setting:
         return not any(stats[name] for name in HELD_BY_ENGINES) and not self.worker.gauge("requests_outstanding")
 
 
-@pytest.fixture
-async def setting(broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context) -> AsyncIterator[Setting]:
+@asynccontextmanager
+async def beside_a_prefill_worker(
+    broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context, **settings: float
+) -> AsyncIterator[Setting]:
     async with (
-        in_process(broker_url, redis, zmq_context, DecodeService, handoff_timeout_s=LEASE_S) as worker,
+        in_process(broker_url, redis, zmq_context, DecodeService, **settings) as worker,
         Peer(redis, zmq_context, await worker.record(), "prefill").alive() as peer,
     ):
         shape = await worker.role.thread.call(lambda engine: list(engine.kv_receiver._offer_check.token_shape), 5.0)
-        setting = Setting(worker, peer, shape)
+        yield Setting(worker, peer, shape)
+
+
+@pytest.fixture
+async def setting(broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context) -> AsyncIterator[Setting]:
+    async with beside_a_prefill_worker(broker_url, redis, zmq_context, handoff_timeout_s=LEASE_S) as setting:
         yield setting
         await eventually(setting.is_idle)
-        await eventually(lambda: worker.role._receiver._offers == {})  # the loop hears of it after the engine
-        assert worker.gauge("integrity_failures") == 0
+        await eventually(lambda: setting.worker.role._receiver._offers == {})  # the loop hears of it after the engine
+        assert setting.worker.gauge("integrity_failures") == 0
     assert await redis.keys("*") == []
 
 

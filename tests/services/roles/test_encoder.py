@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,14 +21,13 @@ from broker.transports.received import PushedTensor
 from broker.transports.shm import push_buffer
 from broker.transports.tensors import ReceivedTensor
 from common.errors import ErrorInfo
-from common.hashing import content_hash
-from common.messages import Abort, Encode, Encoded, Failed, Generate, Offer, Receipt
+from common.messages import Abort, Encoded, Failed, Generate, Offer, Receipt
 from common.sampling_params import SamplingParams
 from services.encode.output_sink import RemoteSink
 from services.encode.preprocess_pool import MemoryGate
 from services.roles.encoder import EncoderService
 from tests.eventually import eventually
-from tests.services.cluster import sign
+from tests.services.cluster import encode_order, sign
 from tests.services.inprocess import CLUSTER, InProcess, Peer, in_process
 
 HOLDS = (
@@ -46,13 +45,8 @@ class Setting:
     worker: InProcess[EncoderService]
     peer: Peer
 
-    async def encode(
-        self, request_id: str, *, attempt: int = 0, timeout_s: float = 20.0, to: str = "peer", colour: str = "red"
-    ) -> None:
-        media = sign(colour)
-        digest = content_hash("image", media)
-        deadline_s = time.monotonic() + timeout_s
-        await self.worker.proxy.send(Encode(request_id, 0, attempt, "image", digest, media, to, deadline_s))
+    async def encode(self, request_id: str, *, to: str = "peer", colour: str = "red", **changes: Any) -> None:
+        await self.worker.proxy.send(encode_order(request_id, 0, sign(colour), to=to, **changes))
 
     async def offer(self, request_id: str, count: int = 1) -> Offer:
         offer = await self.peer.message(Offer, request_id, count)

@@ -27,7 +27,6 @@ from common.messages import (
     Failed,
     Generate,
     Grant,
-    InputSlot,
     Offer,
     Receipt,
     Resumed,
@@ -45,7 +44,7 @@ from services.handoff.payloads import ALIGNMENT_BYTES, aligned
 from services.process.request_owners import SILENCE_S
 from services.roles.decoder import PrefillDecodeService
 from tests.eventually import eventually
-from tests.services.cluster import sign
+from tests.services.cluster import about_pictures, sign
 from tests.services.inprocess import CLUSTER, InProcess, Peer, in_process
 
 
@@ -58,11 +57,7 @@ class Setting:
         return msgspec.structs.replace(make_offer(request_id), **changes)
 
     async def generate(self, request_id: str, max_tokens: int = 4) -> Generate:
-        text = TextProcessor(load_model_info("signpost"))
-        content = [{"type": "image"}, {"type": "text", "text": "What colour is the sign?"}]
-        ids = text.render_chat([{"role": "user", "content": content}])
-        slot = InputSlot(0, "image", content_hash("image", sign("red")), text.placeholder_indices(ids, 1)[0])
-        message = Generate(request_id, ids, [slot], SamplingParams(max_tokens=max_tokens, temperature=0.0))
+        message = about_pictures(request_id, [sign("red")], "What colour is the sign?", max_tokens)
         await self.worker.proxy.send(message)
         return message
 
