@@ -30,6 +30,7 @@ _SECRETS: Final = ("api_key", "cluster_key", "broker")
 _NAME: Final = re.compile("[A-Za-z0-9_.-]+")
 
 Device = Literal["auto", "cpu", "cuda"]
+GenerationConfigSource = Literal["auto", "none"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 MediaScheme = Literal["data", "http", "https"]
@@ -189,6 +190,19 @@ class Settings(BaseSettings):
     api_key_file: Path | None = _setting(None, "File with the keys that clients may send, one per line.", "Keys")
     metrics_without_key: bool = _setting(False, "Serve /metrics to everybody, whatever keys there are.", "Keys")
     served_model_name: str | None = _setting(None, "Name of the model in the API.", "API", shown="the model's own")
+    chat_template: str | None = _setting(
+        None,
+        "Jinja template of conversations: a file, or the template itself.",
+        "API",
+        shown="the model's own",
+        metavar="FILE|TEMPLATE",
+    )
+    generation_config: GenerationConfigSource = _setting(
+        "auto",
+        "Temperature, top_p, top_k, min_p and repetition_penalty of requests without these; auto: the values of the "
+        "model's generation_config.json, none: OpenAI's defaults.",
+        "API",
+    )
     max_inflight: int = _setting(1024, "Requests in the proxy at once; more get 429.", "API", ge=1)
     max_inflight_bytes: Size | None = _setting(
         None,

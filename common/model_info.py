@@ -11,8 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from common.errors import TriptychError
+import msgspec
+
+from common.errors import TriptychError, invalid
 from common.families import Family, MediaKind, find_family
+from common.sampling_params import SamplingParams
 
 _SIZES: Final = re.compile(
     r"(vocab|hidden|intermediate|patch)_size|head_dim|d_(model|ff|kv)|n(um)?_(heads|layers|positions|mel_bins)|"
@@ -28,6 +31,8 @@ _KINDS: Final[tuple[tuple[re.Pattern[str], Any, str], ...]] = (
     (re.compile(r"(text|vision|audio|quantization)_config|rope_(parameters|scaling)"), dict, "an object"),
 )
 """Keys of JSON files, the types of their values, and the same in words; null is always right."""
+_RECOMMENDED: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Sampling of generation_config.json that holds for requests without their own values."""
 _END_BYTES: Final = 64 * 2**10
 _SAMPLE_BYTES: Final = 4 * 2**10
 _NUM_SAMPLES: Final = 64
@@ -187,6 +192,23 @@ class ModelInfo:
         if value is None:
             return ()
         return tuple(value) if isinstance(value, list) else (int(value),)
+
+    def sampling_defaults(self, source: str) -> dict[str, Any]:
+        """Return fields of `SamplingParams`: those of generation_config.json for the source "auto", none for "none".
+
+        Raises TriptychError: "model_not_found" for an impossible value, "invalid_request" for another source.
+        """
+        if source == "none":
+            return {}
+        if source != "auto":
+            raise invalid(f"generation_config is 'auto' or 'none', not {source!r:.80}", "generation_config")
+        given = {name: self.generation[name] for name in _RECOMMENDED if self.generation.get(name) is not None}
+        try:
+            params = msgspec.convert(given, SamplingParams).validate()
+        except (msgspec.ValidationError, TriptychError) as error:
+            message = f"cannot use {self.folder}/generation_config.json: {error}; mend it, or --generation-config none"
+            raise TriptychError("model_not_found", message, "model") from error
+        return {name: getattr(params, name) for name in given}
 
     @property
     def fingerprint(self) -> str:

@@ -12,8 +12,9 @@ import io
 import itertools
 import math
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ import msgspec
 import numpy as np
 from pydantic import ValidationError
 
-from common.config import EngineConfig, explain
+from common.config import EngineConfig, GenerationConfigSource, explain
 from common.errors import ErrorInfo, TriptychError, invalid
 from common.hashing import content_hash
 from common.messages import (
@@ -128,17 +129,27 @@ class _Live:
 class LLM:
     """A model, offline. Options are the fields of `EngineConfig`, such as `kv_cache_bytes` or `dtype`.
 
+    `chat_template`, a file or Jinja, takes the place of the model's own. Prompts without parameters are sampled as
+    generation_config.json says, unless `generation_config` is "none".
     Raises TriptychError where the model cannot be served, or an option is unknown or wrong.
     """
 
-    def __init__(self, model: str | Path, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        chat_template: str | Path | None = None,
+        generation_config: GenerationConfigSource = "auto",
+        **options: Any,
+    ) -> None:
         self.info = load_model_info(str(model))
+        self._sampling_defaults = self.info.sampling_defaults(generation_config)
         # Whoever hands over a batch waits for all of it: nothing is overloaded by its size.
         try:
             self.config = EngineConfig(**{"max_waiting": sys.maxsize, **options})
         except ValidationError as error:
             raise invalid(explain(error, EngineConfig, options)) from error
-        self.text = TextProcessor(self.info)
+        self.text = TextProcessor(self.info, None if chat_template is None else str(chat_template))
         # The encoder first: the decoder's pools take what is left. And in one process nobody gets lost: grants do not
         # run out, however slow the encoder is.
         self.encoder: EncoderEngine | None = None
@@ -159,38 +170,69 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        return_prompts: bool = False,
     ) -> list[RequestOutput]:
-        """Complete prompts; return outputs in prompt order. Raises the TriptychError of the first failure."""
+        """Complete prompts; return outputs in prompt order. Raises the TriptychError of the first failure.
+
+        With `return_prompts` the outputs have the texts of all prompts as processed, special tokens included.
+        """
         many = [cast(Prompt, prompts)] if is_single(prompts) else cast(list[Prompt], list(prompts))
-        return self._run(self._add_all(many, self._params_for(sampling_params, len(many))))
+        request_ids = self._add_all(many, self._params_for(sampling_params, len(many)))
+        return self._run(request_ids, return_prompts=return_prompts)
 
     def chat(
         self,
         conversations: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        return_prompts: bool = False,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation (a list of messages) or several.
 
-        Parts {"type": "image", "image": ...} and {"type": "audio", "audio": ...} are media.
+        Parts {"type": "image", "image": ...} and {"type": "audio", "audio": ...} are media. Prompts are made and
+        returned as `TextProcessor.render_chat` and `generate` do.
         """
         if conversations and isinstance(conversations[0], dict):
             conversations = [conversations]
         params = self._params_for(sampling_params, len(conversations))
-        prompts = [self._render(messages) for messages in conversations]
-        return self._run(self._add_all(prompts, params))
+        render = partial(
+            self.text.render_chat,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        prompts = [_chat_prompt(messages, render) for messages in conversations]
+        return self._run(self._add_all(prompts, params), return_prompts=return_prompts)
 
     def transcribe(
-        self, audio: Any, *, language: str | None = None, prompt: str | None = None, timestamps: bool = False
+        self,
+        audio: Any,
+        *,
+        language: str | None = None,
+        prompt: str | None = None,
+        timestamps: bool = False,
+        decoder_prompt: str | list[int] | None = None,
     ) -> RequestOutput:
         """Transcribe audio of at most a window (30 s) with a Whisper model.
 
-        With `timestamps`, `token_ids` have a timestamp at both ends of each segment.
+        With `timestamps`, `token_ids` have a timestamp at both ends of each segment. A `decoder_prompt` takes the place
+        of all three, and is checked as `whisper_prompt.options` says.
         """
         from common.text import whisper_prompt
 
-        token_ids, rules = whisper_prompt.build(
-            self.info, self.text, language=language, prompt=prompt, timestamps=timestamps
+        options = whisper_prompt.options(
+            self.info,
+            self.text,
+            decoder_prompt=decoder_prompt,
+            language=language,
+            prompt=prompt,
+            timestamps=timestamps,
         )
+        token_ids, rules = whisper_prompt.build(self.info, self.text, **options)
         params = SamplingParams(**{"temperature": 0.0, **rules})
         request_id = self.add({"prompt_token_ids": token_ids, "multi_modal_data": {"audio": audio}}, params)
         return self._run([request_id])[0]
@@ -207,26 +249,21 @@ class LLM:
             raise
         return request_ids
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of prompts without any: generation_config.json over greedy search, 256 tokens."""
+        return SamplingParams(**{"temperature": 0.0, "max_tokens": 256, **self._sampling_defaults})
+
     def _params_for(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
-            return [params or SamplingParams(temperature=0.0, max_tokens=256)] * count
+            return [params or self.get_default_sampling_params()] * count
         return list(params)
 
-    def _render(self, messages: Sequence[dict[str, Any]]) -> TokensPrompt:
-        media: dict[str, list[Any]] = {}
-        rendered = []
-        for message in messages:
-            content = message["content"]
-            if not isinstance(content, str):
-                for part in content:
-                    if part["type"] in ("image", "audio"):
-                        media.setdefault(part["type"], []).append(part[part["type"]])
-                content = [{k: v for k, v in part.items() if k in ("type", "text")} for part in content]
-            rendered.append({**message, "content": content})
-        token_ids = self.text.render_chat(rendered)
-        return {"prompt_token_ids": token_ids, "multi_modal_data": media}
+    def _with_texts(self, output: RequestOutput) -> RequestOutput:
+        decode, encoder_ids = partial(self.text.decode, skip_special_tokens=False), output.encoder_prompt_token_ids
+        encoder_prompt = None if encoder_ids is None else decode(encoder_ids)
+        return replace(output, prompt=decode(output.prompt_token_ids), encoder_prompt=encoder_prompt)
 
-    def _run(self, request_ids: list[str]) -> list[RequestOutput]:
+    def _run(self, request_ids: list[str], *, return_prompts: bool = False) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}
         try:
             while any(request_id not in finished for request_id in request_ids):
@@ -234,7 +271,8 @@ class LLM:
         finally:
             for request_id in request_ids:
                 self.abort(request_id)
-        return [finished[request_id] for request_id in request_ids]
+        outputs = [finished[request_id] for request_id in request_ids]
+        return [self._with_texts(output) for output in outputs] if return_prompts else outputs
 
     # --- one at a time
 
@@ -390,6 +428,23 @@ class LLM:
                 prompt.encoder_prompt_token_ids,
             )
         )
+
+
+def _chat_prompt(
+    messages: Sequence[dict[str, Any]], render: Callable[[list[dict[str, Any]]], list[int]]
+) -> TokensPrompt:
+    """Return a conversation as token ids of `render`, with its media apart."""
+    media: dict[str, list[Any]] = {}
+    rendered = []
+    for message in messages:
+        content = message["content"]
+        if not isinstance(content, str):
+            for part in content:
+                if part["type"] in ("image", "audio"):
+                    media.setdefault(part["type"], []).append(part[part["type"]])
+            content = [{k: v for k, v in part.items() if k in ("type", "text")} for part in content]
+        rendered.append({**message, "content": content})
+    return {"prompt_token_ids": render(rendered), "multi_modal_data": media}
 
 
 def _media_bytes(item: Any) -> bytes:

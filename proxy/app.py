@@ -74,7 +74,8 @@ def run(settings: Settings) -> int:
 def make_service(settings: Settings, info: ModelInfo, instance_id: str) -> Service:
     """Return the service, not started yet.
 
-    Raises TriptychError for a model without tokenizer, and for a missing or invalid broker URL.
+    Raises TriptychError for a model without tokenizer, a chat template or sampling defaults that cannot be used, and
+    for a missing or invalid broker URL.
     """
     if settings.broker is None:
         raise invalid("a proxy needs --broker redis://host:port", "broker")
@@ -85,7 +86,7 @@ def make_service(settings: Settings, info: ModelInfo, instance_id: str) -> Servi
         info=info,
         instance_id=instance_id,
         redis=connect(settings.broker),
-        text=TextProcessor(info),
+        text=TextProcessor(info, settings.chat_template),
         dispatcher=Dispatcher(settings, metrics, timelines),
         metrics=metrics,
         timelines=timelines,

@@ -6,9 +6,10 @@ Shared by `LLM` and the proxy, so that both make the same prompt of the same mes
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError
@@ -22,6 +23,8 @@ from common.errors import TriptychError, invalid
 from common.model_info import ModelInfo, read_json
 
 _PROBE = "a plain string"
+_END_MARK: Final = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Stands behind a message to be continued while the template is rendered, as in transformers."""
 _CHARS_PER_TOKEN: Final = 64
 """More than the longest prompts have on the average; of blanks, some tokenizers make none however many there are."""
 _PIECE_CHARS: Final = 2**16
@@ -56,13 +59,14 @@ _DEFAULT_TEMPLATES: Final = {"qwen2_audio": ("<|AUDIO|>", _QWEN2_AUDIO)}
 
 
 class TextProcessor:
-    """Tokenizer and chat template of a model.
+    """Tokenizer and chat template of a model. `chat_template`, a file or Jinja, takes the place of the model's own.
 
     Uses the `tokenizers` package directly: transformers would import torch, which the proxy does not have.
-    Raises TriptychError("model_not_found") where tokenizer.json is missing or damaged, or the chat template is.
+    Raises TriptychError: "model_not_found" where tokenizer.json is missing or damaged, or a chat template is damaged;
+    "invalid_request" for a `chat_template` that is no readable file.
     """
 
-    def __init__(self, info: ModelInfo) -> None:
+    def __init__(self, info: ModelInfo, chat_template: str | None = None) -> None:
         self.info = info
         path = info.folder / "tokenizer.json"
         if not path.is_file():
@@ -74,7 +78,7 @@ class TextProcessor:
             raise TriptychError("model_not_found", f"cannot read {path}: {error}", "model") from error
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        self._template, self._specials = _load_chat_template(info)
+        self._template, self._specials = _load_chat_template(info, chat_template)
         self._takes_parts_only = self._template is not None and not self._shows_plain_strings()
         encoder_tokens = info.max_encoder_tokens if info.media_kind == "text" else 0
         self._most_tokens = 2 * max(info.max_model_len, encoder_tokens)
@@ -108,27 +112,48 @@ class TextProcessor:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    def render_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn.
 
         `messages` are {"role", "content"}; content is a string or parts {"type": "text", "text"}, {"type": "image"}
-        and {"type": "audio"}. Each picture and clip leaves one placeholder token.
-        Raises TriptychError: "invalid_request" where the model has no chat template or the template refuses,
-        "context_length_exceeded" as `encode_prompt` does.
+        and {"type": "audio"}. Each picture and clip leaves one placeholder token. With `continue_final_message` the
+        prompt ends within the assistant's last message; otherwise the beginning of a turn is added, unless
+        `add_generation_prompt` is False. `chat_template_kwargs` are further variables of the template.
+        Raises TriptychError: "invalid_request" where the model has no chat template, the template refuses or an option
+        is impossible, "context_length_exceeded" as `encode_prompt` does.
         """
         if self._template is None:
             raise invalid(f"{self.info.name} has no chat template: use /v1/completions", "messages")
+        if continue_final_message and add_generation_prompt:
+            message = "continue_final_message and add_generation_prompt exclude each other: set one to false"
+            raise invalid(message, "continue_final_message")
+        variables = dict(chat_template_kwargs or {})
+        reserved = {"messages", "tools", "add_generation_prompt", "continue_final_message", *self._specials}
+        for name in sorted(variables.keys() & (reserved | self._template.environment.globals.keys())):
+            message = f"chat_template_kwargs cannot set {name}, which has its value already"
+            raise invalid(message, "chat_template_kwargs")
+        variables["add_generation_prompt"] = not continue_final_message and add_generation_prompt is not False
+        given = _with_end_mark(messages) if continue_final_message else messages
         try:
-            text = self._render(messages)
-        except (TemplateError, TypeError, ValueError) as error:
-            raise invalid(f"the chat template refused the messages: {error}", "messages") from error
+            text = self._render(given, variables)
+        except Exception as error:  # templates raise of any kind, all the more with variables of a client
+            raise invalid(f"the chat template refused the messages: {error!s:.1000}", "messages") from error
+        if continue_final_message:
+            text = _before_end_mark(text)
         # Templates of text models write the first token themselves. Those of some models with media (LLaVA) leave it
         # to the tokenizer, as transformers' processors do unless it is there.
         begins = bool(self._specials["bos_token"]) and text.startswith(self._specials["bos_token"])
         special = self.info.media_kind is not None and not begins
         return self.encode_prompt(text, "messages", add_special_tokens=special)
 
-    def _render(self, messages: list[dict[str, Any]]) -> str:
+    def _render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
         if self._takes_parts_only:
             messages = [
                 {**message, "content": [{"type": "text", "text": message["content"]}]}
@@ -137,14 +162,14 @@ class TextProcessor:
                 for message in messages
             ]
         assert self._template is not None
-        return str(self._template.render(messages=messages, add_generation_prompt=True, **self._specials))
+        return str(self._template.render({**variables, **self._specials, "messages": messages}))
 
     def _shows_plain_strings(self) -> bool:
         """Return whether the template renders a message given as a string: some templates only loop over parts."""
         self._takes_parts_only = False
         try:
-            return _PROBE in self._render([{"role": "user", "content": _PROBE}])
-        except (TemplateError, TypeError, ValueError):  # of this conversation, for whatever reason: no sign of parts
+            return _PROBE in self._render([{"role": "user", "content": _PROBE}], {"add_generation_prompt": True})
+        except Exception:  # of this conversation, for whatever reason: no sign of parts
             return True
 
     def placeholder_indices(self, token_ids: Sequence[int], num_inputs: int) -> list[int]:
@@ -216,9 +241,33 @@ class _GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _load_chat_template(info: ModelInfo) -> tuple[Any, dict[str, str]]:
-    """Return the compiled chat template, None if missing, and the special tokens used by templates."""
-    config = read_json(info.folder / "tokenizer_config.json")
+def _with_end_mark(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with a mark behind the text of the last one.
+
+    Raises TriptychError("invalid_request") where that is not the assistant's, or has no text.
+    """
+    *before, last = messages
+    content = last["content"]
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else [dict(part) for part in content]
+    text = next((part for part in reversed(parts) if part["type"] == "text"), None)
+    if last["role"] != "assistant" or text is None:
+        message = "continue_final_message continues an assistant's text: the last message has none"
+        raise invalid(message, "continue_final_message")
+    text["text"] += _END_MARK
+    return [*before, {**last, "content": text["text"] if isinstance(content, str) else parts}]
+
+
+def _before_end_mark(rendered: str) -> str:
+    """Return a rendered conversation up to the mark, without the blanks that the template took from the mark's end."""
+    before, mark, after = rendered.rpartition(_END_MARK.rstrip())
+    if not mark:
+        message = "the chat template leaves out the end of the last message, which cannot be continued"
+        raise invalid(message, "continue_final_message")
+    return before if after.startswith(" ") else before.rstrip()
+
+
+def _template_source(info: ModelInfo, config: Mapping[str, Any]) -> str | None:
+    """Return the model's own chat template. `config` is the tokenizer's."""
     template_path = info.folder / "chat_template.jinja"
     # Models with media used to keep it in a file beside the tokenizer's.
     source = read_json(info.folder / "chat_template.json").get("chat_template") or config.get("chat_template")
@@ -227,8 +276,27 @@ def _load_chat_template(info: ModelInfo) -> tuple[Any, dict[str, str]]:
     if isinstance(source, list):  # several named templates
         source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
     placeholder, default = _DEFAULT_TEMPLATES.get(info.family.name, ("", None))
-    if default is not None and placeholder not in (source or ""):
-        source = default
+    return default if default is not None and placeholder not in (source or "") else source
+
+
+def _read_template(given: str) -> str:
+    """Return a chat template given as a file or as itself.
+
+    Raises TriptychError("invalid_request") for a name of no readable file.
+    """
+    try:
+        return Path(given).read_text()
+    except (OSError, ValueError) as error:
+        if "{" in given or "\n" in given:  # no name of a file
+            return given
+        reason = getattr(error, "strerror", None) or error
+        raise invalid(f"cannot read the chat template {given}: {reason}", "chat_template") from error
+
+
+def _load_chat_template(info: ModelInfo, given: str | None) -> tuple[Any, dict[str, str]]:
+    """Return the compiled chat template, None if missing, and the special tokens used by templates."""
+    config = read_json(info.folder / "tokenizer_config.json")
+    source = _template_source(info, config) if given is None else _read_template(given)
     specials = {}
     for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
         value = config.get(name)
@@ -244,7 +312,8 @@ def _load_chat_template(info: ModelInfo) -> tuple[Any, dict[str, str]]:
     try:
         return environment.from_string(source), specials
     except TemplateSyntaxError as error:
-        message = f"cannot read the chat template of {info.folder}: line {error.lineno}: {error.message}"
+        whose = f"of {info.folder}" if given is None else given if given != source else "given"
+        message = f"cannot read the chat template {whose}: line {error.lineno}: {error.message}"
         raise TriptychError("model_not_found", message, "model") from error
 
 

@@ -16,6 +16,7 @@ from common.errors import TriptychError, invalid
 from common.model_info import ModelInfo
 from common.sampling_params import TimestampRules
 from common.text.processor import TextProcessor
+from common.text.prompts import preprocess_decoder_prompt
 
 Task = Literal["transcribe", "translate"]
 MIN_NEW_TOKENS = 8
@@ -48,6 +49,51 @@ def is_multilingual(info: ModelInfo) -> bool:
     return bool(info.generation.get("is_multilingual", True)) and "lang_to_id" in info.generation
 
 
+def options(
+    info: ModelInfo,
+    text: TextProcessor,
+    *,
+    decoder_prompt: str | list[int] | None,
+    language: str | None = None,
+    prompt: str | None = None,
+    **others: Any,
+) -> dict[str, Any]:
+    """Return the arguments of `build`, from a decoder prompt (text or token ids) where one is given.
+
+    Raises TriptychError("invalid_request") for a decoder prompt beside `language` or `prompt`, and for one that breaks
+    the rules at the top of this module; the language and the task of a multilingual checkpoint must be there. Text
+    after the control tokens, the beginning of the transcript, needs <|notimestamps|>.
+    """
+    if decoder_prompt is None:
+        return {"language": language, "prompt": prompt, **others}
+    for name, value in (("language", language), ("prompt", prompt)):
+        if value:
+            raise invalid(f"decoder_prompt holds all that the decoder is told: leave {name} out", name)
+    if isinstance(decoder_prompt, str):
+        decoder_prompt = text.encode_prompt(decoder_prompt, "decoder_prompt", add_special_tokens=False)
+    ids = preprocess_decoder_prompt(info, decoder_prompt)
+    place = ids.index(start_token_id(info))
+    earlier, rest = ids[:place], ids[place + 1 :]
+    if earlier and earlier.pop(0) != _previous_start(info, text):
+        raise _wrong_prompt("text before <|startoftranscript|> begins with <|startofprev|>")
+    if len(earlier) > info.max_model_len // 2 - 1:
+        raise _wrong_prompt(f"earlier text has at most {info.max_model_len // 2 - 1} tokens, not {len(earlier)}")
+    told: dict[str, Any] = {"language": None, "task": "transcribe"}
+    if is_multilingual(info):
+        languages = {token: name.strip("<|>") for name, token in info.generation["lang_to_id"].items()}
+        tasks = {token: name for name, token in info.generation["task_to_id"].items()}
+        if not (rest and rest[0] in languages and rest[1:2] and rest[1] in tasks):
+            raise _wrong_prompt("a language as <|en|> and a task as <|transcribe|> follow <|startoftranscript|>")
+        told = {"language": languages[rest.pop(0)], "task": tasks[rest.pop(0)]}
+    no_timestamps = _no_timestamps(info, text)
+    timestamps = bool(no_timestamps) and rest[:1] != no_timestamps
+    rest = rest if timestamps else rest[len(no_timestamps) :]
+    _check_plain(info, text, [*earlier, *rest])
+    if rest and timestamps:
+        raise _wrong_prompt("text after the control tokens needs <|notimestamps|> before it")
+    return {**told, "timestamps": timestamps, "token_ids": ids}
+
+
 def build(
     info: ModelInfo,
     text: TextProcessor,
@@ -56,11 +102,13 @@ def build(
     task: Task = "transcribe",
     prompt: str | None = None,
     timestamps: bool = False,
+    token_ids: list[int] | None = None,
 ) -> tuple[list[int], dict[str, Any]]:
     """Return the decoder prompt of an audio window, and the matching SamplingParams fields.
 
     `language` is a code such as "en" or an English name (None: detected, or English for an English-only checkpoint);
     `prompt` is text that may come before the window, a hint for names and style, of which the last tokens are kept.
+    `token_ids` are the decoder prompt itself, checked by `options` and in accord with the other arguments.
     With `timestamps` segments begin and end with timestamp tokens, from `timestamp_rules(...).first_token_id` on.
     The fields are suppress_tokens, begin_suppress_tokens, prefix_allowed, timestamps, and max_tokens: the most that fit
     into the decoder, generated prefix included.
@@ -76,13 +124,16 @@ def build(
     limit = info.max_model_len
     ids = [*_previous_text(info, text, prompt, limit // 2 - 1), start]
     prefix: tuple[tuple[int, ...], ...] = ()
-    if any(len(allowed) > 1 for allowed in known):
+    if token_ids is not None:
+        ids = token_ids
+    elif any(len(allowed) > 1 for allowed in known):
         prefix = (*known, *((token,) for token in no_timestamps))
     else:
         ids += [token for allowed in known for token in allowed] + no_timestamps
     if limit - len(ids) < MIN_NEW_TOKENS:
-        message = f"the prompt of {len(ids)} tokens leaves no room in a decoder of {limit}: shorten `prompt`"
-        raise TriptychError("context_length_exceeded", message, "prompt")
+        name = "prompt" if token_ids is None else "decoder_prompt"
+        message = f"the prompt of {len(ids)} tokens leaves no room in a decoder of {limit}: shorten `{name}`"
+        raise TriptychError("context_length_exceeded", message, name)
     fields: dict[str, Any] = {
         "max_tokens": limit - len(ids),
         "suppress_tokens": tuple(info.generation.get("suppress_tokens") or ()),
@@ -159,7 +210,7 @@ def _previous_text(info: ModelInfo, text: TextProcessor, prompt: str | None, max
     """Return <|startofprev|> and the last `max_tokens` tokens of the prompt; an empty list without a prompt."""
     if not prompt or not prompt.strip():
         return []
-    start = info.generation.get("prev_sot_token_id", text.tokenizer.token_to_id("<|startofprev|>"))
+    start = _previous_start(info, text)
     if start is None:
         raise invalid(f"{info.name} has no <|startofprev|> token", "prompt")
     ids = text.encode(" " + prompt.strip()[-_CHARS_PER_TOKEN * max_tokens :], add_special_tokens=False)
@@ -167,4 +218,24 @@ def _previous_text(info: ModelInfo, text: TextProcessor, prompt: str | None, max
     if special:
         named = text.tokenizer.id_to_token(special[0])
         raise invalid(f"the prompt contains the special token {named}", "prompt")
-    return [int(start), *ids[-max_tokens:]]
+    return [start, *ids[-max_tokens:]]
+
+
+def _previous_start(info: ModelInfo, text: TextProcessor) -> int | None:
+    """Return <|startofprev|>, which begins earlier text."""
+    start = info.generation.get("prev_sot_token_id", text.tokenizer.token_to_id("<|startofprev|>"))
+    return None if start is None else int(start)
+
+
+def _check_plain(info: ModelInfo, text: TextProcessor, token_ids: list[int]) -> None:
+    """Raise TriptychError("invalid_request") for tokens of a decoder prompt that should be text and are not."""
+    control = text.tokenizer.get_added_tokens_decoder().keys()
+    timestamps = (_no_timestamps(info, text) or [info.vocab_size])[0]
+    for token in token_ids:
+        if token in control or not 0 <= token < timestamps:
+            named = text.tokenizer.id_to_token(token) if 0 <= token < info.vocab_size else None
+            raise _wrong_prompt(f"the token {named or token} is out of place")
+
+
+def _wrong_prompt(what: str) -> TriptychError:
+    return invalid(f"decoder_prompt is none of Whisper's: {what}", "decoder_prompt")

@@ -100,15 +100,17 @@ class Plan:
 def make_plan(settings: Settings, topology: str | Topology | None = None) -> Plan:
     """Decide model, topology, port, and the key that makes the processes a cluster.
 
-    Raises TriptychError: no such model, a tokenizer or weights that are missing, damaged or cut, a preprocessor or a
-    topology that does not fit it, a port that is taken, or a key that is none.
+    Raises TriptychError: no such model, a tokenizer or weights that are missing, damaged or cut, a chat template or
+    sampling defaults that cannot be used, a preprocessor or a topology that does not fit the model, a port that is
+    taken, or a key that is none.
     """
     from common.model_info import load_model_info
     from common.text.processor import TextProcessor
     from engine.processors import make_processor
 
     info = load_model_info(settings.model)
-    TextProcessor(info)  # damaged files are refused here, before a process starts
+    TextProcessor(info, settings.chat_template)  # damaged files are refused here, before a process starts
+    info.sampling_defaults(settings.generation_config)
     if info.media_kind is not None:
         make_processor(info)
     if settings.engine.load_format != "dummy":

@@ -1,12 +1,14 @@
-"""The fingerprint of a model: equal for equal files, another for other weights, cheap for big ones."""
+"""The fingerprint of a model, equal for equal files and cheap for big ones, and its recommended sampling."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
+from common.errors import TriptychError
 from common.model_info import BUNDLED, load_model_info
 
 
@@ -56,3 +58,20 @@ def test_a_file_of_many_gigabytes_is_not_read_as_a_whole(folder: Path) -> None:
     with (folder / "big.safetensors").open("wb") as file:
         file.truncate(2**40)  # takes no room; reading it would outlast any test
     assert fingerprint(folder) != load_model_info("signpost").fingerprint
+
+
+def test_the_recommended_sampling_is_that_of_generation_config(folder: Path) -> None:
+    given = {"temperature": 1, "top_k": None, "top_p": 0.9, "repetition_penalty": 1.1, "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(given))
+    info = load_model_info(str(folder))
+    assert info.sampling_defaults("auto") == {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.1}
+    assert info.sampling_defaults("none") == {}
+    with pytest.raises(TriptychError, match="generation_config is 'auto' or 'none', not 'x'"):
+        info.sampling_defaults("x")
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", "hot"), ("top_p", 1.5), ("top_k", 0.5)])
+def test_an_impossible_recommendation_is_a_sentence(folder: Path, name: str, value: object) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({name: value}))
+    with pytest.raises(TriptychError, match=f"^cannot use {folder}/generation_config.json: .*{name}.*config none$"):
+        load_model_info(str(folder)).sampling_defaults("auto")

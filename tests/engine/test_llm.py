@@ -44,6 +44,20 @@ def test_an_unknown_option_is_refused_with_the_closest_name() -> None:
         LLM("signpost", kv_cache_bytez=3)
 
 
+def test_prompts_without_parameters_are_sampled_as_generation_config_says(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(LLM("signpost").info.folder, tmp_path / "model"))
+    greedy = SamplingParams(temperature=0.0, max_tokens=256)
+    assert LLM(folder).get_default_sampling_params() == greedy
+    (folder / "generation_config.json").write_text('{"eos_token_id": 393, "temperature": 0.6, "top_k": 20}')
+    assert LLM(folder, generation_config="none").get_default_sampling_params() == greedy
+    llm = LLM(folder, chat_template="{{ messages[0].content }}{{ more }}")
+    sampled = SamplingParams(temperature=0.6, top_k=20, max_tokens=256)
+    assert llm.get_default_sampling_params() == sampled
+    conversation = [{"role": "user", "content": "red"}]
+    [output] = llm.chat(conversation, GREEDY, return_prompts=True, chat_template_kwargs={"more": " sign"})
+    assert output.prompt == "red sign"
+
+
 @pytest.mark.parametrize(
     ("part", "change", "said"),
     [

@@ -1,4 +1,4 @@
-"""Folders without a chat template of their own are talked to as transformers does."""
+"""Conversations become prompts as by transformers, with the model's own template, a given one, or a default."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from transformers import Qwen2AudioProcessor
+from transformers import PreTrainedTokenizerFast, Qwen2AudioProcessor
 
+from common.errors import TriptychError
 from common.model_info import load_model_info
 from common.text.processor import TextProcessor
 from tests.tiny import qwen
@@ -32,8 +33,8 @@ def folder(tmp_path: Path) -> Path:
     return qwen.make_qwen2_audio(tmp_path / "model")
 
 
-def text_of(folder: Path) -> TextProcessor:
-    return TextProcessor(load_model_info(str(folder)))
+def text_of(folder: Path, chat_template: str | None = None) -> TextProcessor:
+    return TextProcessor(load_model_info(str(folder)), chat_template)
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
@@ -59,3 +60,80 @@ def test_qwen2_audio_is_prompted_as_by_transformers(
 def test_a_template_of_its_own_goes_first(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{% for message in messages %}<|AUDIO|>!{% endfor %}")
     assert text_of(folder).render_chat([{"role": "user", "content": [CLIP]}]) == [261, ord("!")]
+
+
+OPEN = [{"role": "user", "content": "Colours?"}, {"role": "assistant", "content": "Red, green, "}]
+TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content FILTER }}<|end|>{% endfor %}"
+PARTS = "{% for m in messages %}[{{ m.role }}]{% for part in m.content %}{{ part.text }}{% endfor %}[end]{% endfor %}"
+THINKING = (
+    "{% if add_generation_prompt %}<answer>"
+    "{% if enable_thinking is defined and not enable_thinking %}<skip>{% endif %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [TURNS.replace("FILTER", how) for how in ("", "| trim", "| upper")] + [PARTS])
+def test_a_last_message_is_continued_as_by_transformers(folder: Path, template: str) -> None:
+    """Templates may trim the message, take only parts, or change the text so far that it cannot be continued."""
+    text = text_of(folder, template)
+    messages = (
+        [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in OPEN] if template == PARTS else OPEN
+    )
+    if "upper" not in template:
+        theirs = PreTrainedTokenizerFast(tokenizer_object=text.tokenizer)
+        expected = theirs.apply_chat_template(
+            messages, chat_template=template, continue_final_message=True, tokenize=False
+        )
+        assert (
+            text.decode(text.render_chat(messages, continue_final_message=True), skip_special_tokens=False) == expected
+        )
+    assert text.render_chat(OPEN, continue_final_message=True) == text.render_chat(
+        messages, continue_final_message=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "end"),
+    [
+        ({}, "<answer>"),
+        ({"add_generation_prompt": False}, "<|end|>"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "<answer><skip>"),
+        ({"chat_template_kwargs": {"enable_thinking": True, "unknown": [1]}}, "<answer>"),
+    ],
+    ids=str,
+)
+def test_a_template_gets_variables_of_the_request(folder: Path, options: dict[str, Any], end: str) -> None:
+    text = text_of(folder, TURNS.replace("FILTER", "") + THINKING)
+    assert text.decode(text.render_chat(OPEN, **options)).endswith(f"green, <|end|>{end.removeprefix('<|end|>')}")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"continue_final_message": True, "add_generation_prompt": True}, "exclude each other"),
+        ({"continue_final_message": True, "messages": OPEN[:1]}, "an assistant's text: the last message has none"),
+        ({"chat_template_kwargs": {"add_generation_prompt": False}}, "cannot set add_generation_prompt"),
+        ({"chat_template_kwargs": {"raise_exception": None}}, "cannot set raise_exception"),
+        ({"chat_template_kwargs": {"number": 0}}, "the chat template refused the messages: division by zero"),
+    ],
+    ids=str,
+)
+def test_impossible_options_are_refused(folder: Path, options: dict[str, Any], said: str) -> None:
+    text = text_of(folder, TURNS.replace("FILTER", "") + "{% if number is defined %}{{ 1 / number }}{% endif %}")
+    with pytest.raises(TriptychError, match=said) as error:
+        text.render_chat(**{"messages": OPEN, **options})
+    assert error.value.info.code == "invalid_request"
+
+
+def test_a_given_template_goes_first_be_it_a_file_or_the_template_itself(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ messages[0].content }}!")
+    for given in (str(file), file.read_text()):
+        assert text_of(folder, given).render_chat([{"role": "user", "content": "a"}]) == [ord("a"), ord("!")]
+    file.write_text("{% if %}")
+    for given, said in (
+        (str(file), f"{file}: line 1"),
+        ("{% if %}", "given: line 1"),
+        ("none.jinja", "none.jinja: No such"),
+    ):
+        with pytest.raises(TriptychError, match=f"^cannot read the chat template {said}"):
+            text_of(folder, given)

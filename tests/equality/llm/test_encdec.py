@@ -92,8 +92,10 @@ def test_an_output_tells_both_prompts(folder_of: FolderOf) -> None:
         (None, [5, 6], None, [2, 0]),
     ]
     assert [output.num_prompt_tokens for output in outputs] == [2, 4, 2]
-    [single] = llm.generate([5, 6], SamplingParams(temperature=0, max_tokens=3))
+    [single] = llm.generate([5, 6], SamplingParams(temperature=0, max_tokens=3), return_prompts=True)
     assert single.outputs == outputs[2].outputs
+    texts = [llm.text.decode(token_ids, skip_special_tokens=False) for token_ids in ([5, 6], [2, 0])]
+    assert [single.encoder_prompt, single.prompt] == texts
 
 
 def test_requests_over_the_same_text_share_its_encoding(folder_of: FolderOf) -> None:
@@ -177,3 +179,5 @@ def test_a_clip_is_the_encoder_prompt_of_whisper(folder_of: FolderOf, cases_of: 
         assert output.prompt_token_ids == case.prompt
         assert output.encoder_prompt is None
         assert strip(llm.info, output.outputs[0].token_ids) == case.expected
+    given, told = llm.transcribe(case.media[0], decoder_prompt=text), llm.transcribe(case.media[0], language="en")
+    assert (given.prompt_token_ids, given.outputs) == (told.prompt_token_ids, told.outputs)

@@ -161,9 +161,10 @@ def test_a_damaged_tokenizer_is_a_sentence_before_anything_starts(
             '{"do_resize": false}',
             "the preprocessor of {folder} cannot be used: a preprocessor with do_resize = false is not supported",
         ),
+        ("generation_config.json", '{"top_p": 2}', "cannot use {folder}/generation_config.json: top_p must be above 0"),
     ],
 )
-def test_a_template_or_preprocessor_that_cannot_be_used_is_a_sentence(
+def test_a_template_preprocessor_or_sampling_that_cannot_be_used_is_a_sentence(
     file: str,
     content: str,
     said: str,
@@ -176,6 +177,17 @@ def test_a_template_or_preprocessor_that_cannot_be_used_is_a_sentence(
     code, output, errors = run(f"serve {folder}", monkeypatch, capsys)
     assert (code, output, errors.count("\n")) == (2, "", 1)
     assert said.format(folder=folder) in errors
+
+
+def test_a_given_template_that_is_no_file_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, output, errors = run("serve signpost --chat-template mine.jinja", monkeypatch, capsys)
+    assert (code, output, errors) == (
+        2,
+        "",
+        "error: cannot read the chat template mine.jinja: No such file or directory\n",
+    )
 
 
 def test_what_a_configuration_lacks_is_named(tmp_path: Path) -> None:
