@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from redis.asyncio import Redis
 
@@ -59,6 +59,8 @@ class Service:
     started_s: float = field(default_factory=time.time)
     model_name: str = field(init=False)
     max_model_len: int = field(init=False)
+    sampling_defaults: dict[str, Any] = field(init=False)
+    """Sampling of requests that give none, as fields of `SamplingParams`."""
     transcribes: bool = field(init=False)
     """Whether the model is a speech model, whose decoder transcribes one audio input."""
     recordings: AudioWindows = field(init=False)
@@ -69,6 +71,7 @@ class Service:
         self.model_name = self.settings.served_model_name or self.info.name
         limit, longest = self.settings.engine.max_model_len, self.info.max_model_len
         self.max_model_len = longest if limit is None else min(limit, longest)
+        self.sampling_defaults = self.info.sampling_defaults(self.settings.generation_config)
         self.transcribes = self.info.is_encoder_decoder and self.info.media_kind == "audio"
 
     def failure(self) -> Problem:

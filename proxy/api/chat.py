@@ -10,8 +10,11 @@ from typing import Any, Final
 
 from common.errors import invalid
 from common.messages import MediaKind
+from common.text import whisper_prompt
+from common.text.processor import TextProcessor
 from proxy.api.logprobs import LogprobShapes, check_prompt_logprobs
 from proxy.api.openai_types import AudioPart, AudioUrlPart, ChatRequest, ImagePart, Message, TextPart, parse
+from proxy.api.prompts import processed_prompts
 from proxy.api.speech import Speech, SpeechOptions
 from proxy.dispatch.jobs import Job, MediaItem, make_slots
 from proxy.dispatch.text_stream import Choice, Delta, TextStream, best
@@ -46,6 +49,7 @@ async def chat_completions(service: Service, context: RequestContext) -> AsyncGe
         source = await _generate(service, context, tickets, body, media)
     answer = _ChatAnswer(
         body,
+        service.text,
         source,
         LogprobShapes(service.token_texts, body.num_logprobs or 0, bool(body.return_tokens_as_token_ids)),
         {
@@ -75,6 +79,7 @@ class _ChatAnswer:
     """An answer under way; `head` are the fields that all its chunks share."""
 
     body: ChatRequest
+    text: TextProcessor
     source: TextStream | Speech
     shapes: LogprobShapes
     head: dict[str, Any]
@@ -92,6 +97,7 @@ class _ChatAnswer:
                 "finish_reason": choice.finish_reason,
                 **body.token_ids_of(choice.token_ids),
                 **({"score": choice.score} if body.use_beam_search else {}),
+                **self._prompts(index),
             }
             for index, choice in enumerate(choices)
         ]
@@ -109,12 +115,16 @@ class _ChatAnswer:
             role = {} if index in self._begun else {"role": "assistant"}
             self._begun.add(index)
             content = {**role, "content": delta.text}
-            choices.append({"index": index, "delta": content, "finish_reason": None, **rest})
+            prompts = self._prompts(index) if role else {}
+            choices.append({"index": index, "delta": content, "finish_reason": None, **rest, **prompts})
             rest = {"logprobs": None, **body.token_ids_of(())}
         if delta.finish_reason is not None:
             choices.append({"index": index, "delta": {}, "finish_reason": delta.finish_reason, **rest})
         for choice in choices:
             yield Sse({**self.head, "choices": [choice], **body.chunk_usage(self.source.usage)})
+
+    def _prompts(self, index: int) -> dict[str, Any]:
+        return processed_prompts(self.text, self.source.job) if self.body.return_prompts and index == 0 else {}
 
 
 def collect_media(messages: list[Message], kind: MediaKind | None, model: str) -> list[MediaSource]:
@@ -162,13 +172,20 @@ def template_messages(messages: list[Message], with_media: bool) -> list[dict[st
 async def _generate(
     service: Service, context: RequestContext, tickets: RequestTickets, body: ChatRequest, media: list[MediaItem]
 ) -> TextStream:
-    if body.language is not None:
-        raise invalid(f"language is for speech models, {service.model_name} is none", "language")
+    for name in ("language", "decoder_prompt"):
+        if getattr(body, name) is not None:
+            raise invalid(f"{name} is for speech models, {service.model_name} is none", name)
     messages = template_messages(body.messages, service.info.media_kind is not None)
-    prompt = await asyncio.to_thread(service.text.render_chat, messages)
+    prompt = await asyncio.to_thread(
+        service.text.render_chat,
+        messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
     slots = make_slots(media, service.text.placeholder_indices(prompt, len(media)))
     limit = service.token_limit(len(prompt), body.max_completion_tokens or body.max_tokens, "messages")
-    sampling = body.sampling(service.text, limit)
+    sampling = body.sampling(service.text, limit, service.sampling_defaults)
     if sampling.prompt_logprobs is not None:
         check_prompt_logprobs(sampling.prompt_logprobs, len(prompt))
     job = Job(context.id, prompt, sampling, slots, media, body.priority or 0, body.field_of)
@@ -183,14 +200,27 @@ def _transcribe(
     if len(media) != 1:
         message = f"{service.model_name} transcribes one clip (input_audio or audio_url) per request, not {len(media)}"
         raise invalid(message, "messages")
-    for name, used in (("n", body.num_choices > 1 or body.picks_best), ("prompt_logprobs", body.prompt_logprobs)):
+    for name, used in (
+        ("n", body.num_choices > 1 or body.picks_best),
+        ("prompt_logprobs", body.prompt_logprobs),
+        ("chat_template_kwargs", body.chat_template_kwargs),
+        ("continue_final_message", body.continue_final_message),
+        ("add_generation_prompt", body.add_generation_prompt is False),
+    ):
         if used:
-            raise invalid(f"{name} is not available for a speech model: a clip has one transcript", name)
-    sampling = body.sampling(service.text, service.max_model_len, default_temperature=0.0)
+            message = f"{name} is not available for a speech model: a clip has one transcript, and no template"
+            raise invalid(message, name)
+    sampling = body.sampling(service.text, service.max_model_len, {"temperature": 0.0})
     texts = [message["content"] for message in template_messages(body.messages, with_media=False)]
-    options = SpeechOptions(
+    told = whisper_prompt.options(
+        service.info,
+        service.text,
+        decoder_prompt=body.decoder_prompt,
         language=body.language,
         prompt="\n".join(filter(None, texts)) or None,
+    )
+    options = SpeechOptions(
+        **told,
         token_limit=body.max_completion_tokens or body.max_tokens,
         priority=body.priority or 0,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -10,11 +11,15 @@ from typing import Any
 from common.messages import TokenLogprob
 from proxy.api.logprobs import CompletionLogprobs, LogprobShapes, joined
 from proxy.api.merge import Merge
-from proxy.api.openai_types import CompletionRequest, Prompt, parse
-from proxy.api.prompts import check_number, make_jobs
+from proxy.api.openai_types import CompletionRequest, parse
+from proxy.api.prompts import check_number, decoder_prompts, make_jobs, processed_prompts
+from proxy.dispatch.jobs import Job
 from proxy.dispatch.text_stream import Choice, Delta, TextStream, Usage, best
 from proxy.server.request_context import Json, Payload, RequestContext, Sse
 from proxy.service import LineName, Service
+
+Begins = list[tuple[str, dict[str, Any]]]
+"""Per prompt: the text before each answer, and further fields of the first choice."""
 
 
 async def completions(service: Service, context: RequestContext) -> AsyncGenerator[Payload]:
@@ -26,13 +31,13 @@ async def completions(service: Service, context: RequestContext) -> AsyncGenerat
     check_number(body)
     tickets = service.join_line(context, line, len(body.prompts))
     jobs = await make_jobs(service, context, body)
+    begins: Begins = [("", {})] * len(jobs)
+    if body.echo or body.return_prompts:
+        begins = await asyncio.to_thread(_begins, service, body, jobs)
     shapes = LogprobShapes(service.token_texts, body.num_logprobs or 0, bool(body.return_tokens_as_token_ids))
     skips = body.skip_special_tokens is not False
     texts = [service.generate(job, context, tickets.acquire(), skip_special_tokens=skips) for job in jobs]
-    answers = [
-        _CompletionAnswer(body, shapes, text, _echo(service, body, prompt))
-        for text, prompt in zip(texts, body.prompts, strict=True)
-    ]
+    answers = [_CompletionAnswer(body, shapes, text, *begin) for text, begin in zip(texts, begins, strict=True)]
     head = {
         "id": context.id,
         "object": "text_completion",
@@ -60,12 +65,13 @@ async def completions(service: Service, context: RequestContext) -> AsyncGenerat
 
 @dataclass
 class _CompletionAnswer:
-    """The choices of a prompt. `echo` is the prompt's text, if part of the answer."""
+    """The choices of a prompt. `echo` is the text before each, `prompts` are further fields of the first."""
 
     body: CompletionRequest
     shapes: LogprobShapes
     stream: TextStream
     echo: str
+    prompts: dict[str, Any]
     _logprobs: dict[int, CompletionLogprobs] = field(default_factory=dict)
     _begun: set[int] = field(default_factory=set)
 
@@ -93,13 +99,14 @@ class _CompletionAnswer:
 
     def choice(self, number: int, index: int, part: Delta | Choice) -> dict[str, Any]:
         """Return a choice, or the next part of one, as JSON. `number` is the prompt's, `index` the sequence's."""
-        echo = "" if index in self._begun else self.echo
+        begins = index not in self._begun
         self._begun.add(index)
         return {
             "index": number * self.body.num_choices + index,
-            "text": echo + part.text,
+            "text": (self.echo if begins else "") + part.text,
             "logprobs": self.logprobs(index, part.logprobs),
             "finish_reason": part.finish_reason,
+            **(self.prompts if begins and index == 0 else {}),
         }
 
 
@@ -137,7 +144,14 @@ def _usage(answers: list[_CompletionAnswer]) -> Usage:
     return total
 
 
-def _echo(service: Service, body: CompletionRequest, prompt: Prompt) -> str:
-    if not body.echo:
-        return ""
-    return prompt if isinstance(prompt, str) else service.text.decode(prompt, skip_special_tokens=False)
+def _begins(service: Service, body: CompletionRequest, jobs: Sequence[Job]) -> Begins:
+    """Return what precedes the answers to each prompt: the echo of the decoder's text, and the prompts as processed."""
+    given = decoder_prompts(body) if service.info.is_encoder_decoder else body.prompts
+    found: Begins = []
+    for job, prompt in zip(jobs, given, strict=True):
+        echo = (
+            prompt if isinstance(prompt, str) else service.text.decode(job.prompt_token_ids, skip_special_tokens=False)
+        )
+        prompts = processed_prompts(service.text, job) if body.return_prompts else {}
+        found.append((echo if body.echo else "", prompts))
+    return found

@@ -29,6 +29,7 @@ _TOKENS: Final = {"type": "array", "items": {"type": "integer", "minimum": 0, "m
 _TEXT: Final = {"type": "string", "minLength": 1}
 _SEVERAL: Final = {"type": "array", "items": {"anyOf": [_TEXT, _TOKENS]}, "minItems": 1}
 PromptField = Annotated[Any, WithJsonSchema({"anyOf": [_TEXT, _TOKENS, _SEVERAL, {"type": "null"}]})]
+PromptOfOne = Annotated[Any, WithJsonSchema({"anyOf": [_TEXT, _TOKENS, {"type": "null"}]})]
 """Validated by hand: a list of a hundred thousand token ids is scanned once, not once per alternative."""
 _OFF_LOOP_BYTES: Final = 256 * 2**10
 """Size above which bodies are parsed in a thread."""
@@ -146,13 +147,27 @@ class Message(BaseModel):
 
 
 class ChatRequest(GenerationRequest):
-    """POST /v1/chat/completions. `language` is the spoken language, for speech models; detected by default."""
+    """POST /v1/chat/completions.
+
+    `language` is the spoken language, for speech models; detected by default. Their `decoder_prompt` says it, too.
+    """
 
     messages: Annotated[list[Message], FIRST_ERROR] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1)
     language: str | None = None
+    decoder_prompt: PromptOfOne = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @field_validator("decoder_prompt")
+    @classmethod
+    def _is_one_prompt(cls, value: Any) -> Any:
+        if value is None or isinstance(value, str) or _is_token_ids(value):
+            return value
+        raise ValueError("takes text or token ids")
 
     @model_validator(mode="after")
     def _check(self) -> ChatRequest:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from common.errors import TriptychError, invalid
 from common.sampling_params import SamplingParams
-from common.text.prompts import ParsedPrompt, encode_tokens, parse_prompt, with_checkpoint_rules
+from common.text.processor import TextProcessor
+from common.text.prompts import ParsedPrompt, decode_tokens, encode_tokens, parse_prompt, with_checkpoint_rules
 from proxy.api.logprobs import check_prompt_logprobs
 from proxy.api.openai_types import CompletionRequest, Prompt, as_prompts
 from proxy.dispatch.jobs import Job, MediaItem, make_slots, part_id
@@ -45,8 +46,25 @@ async def make_jobs(service: Service, context: RequestContext, body: CompletionR
         return [await _decoder_job(service, body, *both) for both in zip(parts, prompts, strict=True)]
     return [
         await _encoder_decoder_job(service, body, part, prompt, decoder_prompt)
-        for part, prompt, decoder_prompt in zip(parts, prompts, _decoder_prompts(body), strict=True)
+        for part, prompt, decoder_prompt in zip(parts, prompts, decoder_prompts(body), strict=True)
     ]
+
+
+def processed_prompts(text: TextProcessor, job: Job) -> dict[str, Any]:
+    """Return the prompts of a job as the model gets them, texts and token ids, for `return_prompts`.
+
+    A media item is a token, or of an encoder-decoder model no text at all.
+    """
+    prompts: dict[str, list[int] | None] = {"prompt": job.prompt_token_ids}
+    if text.info.is_encoder_decoder:
+        [item] = job.media
+        encoder = decode_tokens(item.data) if item.kind == "text" else None
+        prompts = {"encoder_prompt": encoder, "decoder_prompt": job.prompt_token_ids}
+    found: dict[str, Any] = {}
+    for name, ids in prompts.items():
+        found[name] = None if ids is None else text.decode(ids, skip_special_tokens=False)
+        found[f"{name}_token_ids"] = ids
+    return found
 
 
 async def _decoder_job(service: Service, body: CompletionRequest, request_id: str, prompt: Prompt) -> Job:
@@ -70,9 +88,6 @@ async def _encoder_decoder_job(
     service: Service, body: CompletionRequest, request_id: str, prompt: Prompt, decoder_prompt: Prompt | None
 ) -> Job:
     """Make a job with the encoder's prompt as an input of kind "text", with token ids as media bytes."""
-    if body.echo:
-        message = f"echo is for decoder-only models: the answer of {service.model_name} does not continue its prompt"
-        raise invalid(message, "echo")
     own = "prompt" if body.encoder_prompt is None else "encoder_prompt"
     parsed = await asyncio.to_thread(_parse_pair, service, body, prompt, decoder_prompt, own)
     encoder_ids = parsed.encoder_prompt_token_ids
@@ -105,7 +120,7 @@ def _parse_pair(
         raise TriptychError(error.info.code, error.info.message, param) from error
 
 
-def _decoder_prompts(body: CompletionRequest) -> list[Prompt] | list[None]:
+def decoder_prompts(body: CompletionRequest) -> list[Prompt] | list[None]:
     """Return a decoder prompt for each prompt; a single decoder prompt counts for all."""
     wanted = len(body.prompts)
     if body.decoder_prompt is None:
@@ -121,7 +136,7 @@ def _sampling(service: Service, body: CompletionRequest, num_prompt_tokens: int)
     """Return the sampling for a prompt. With max_tokens=0 a hidden token is generated, to score the prompt."""
     wanted = None if body.max_tokens is None else max(1, body.max_tokens)
     limit = service.token_limit(num_prompt_tokens, wanted, "prompt")
-    sampling = body.sampling(service.text, limit)
+    sampling = body.sampling(service.text, limit, service.sampling_defaults)
     if sampling.prompt_logprobs is not None:
         check_prompt_logprobs(sampling.prompt_logprobs, num_prompt_tokens)
     if not body.echo or body.logprobs is None:

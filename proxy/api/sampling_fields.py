@@ -8,7 +8,7 @@ value that means "off".
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -105,7 +105,8 @@ class GenerationRequest(StructuredFields, ABC):
 
     The names are OpenAI's, or vLLM's. `best_of` sequences are sampled, and the `n` with the highest mean
     log-probability returned; with `use_beam_search`, `best_of` is the width of the beam. With `return_token_ids`, every
-    choice, whole or of a streamed chunk, has the generated tokens in `token_ids`, the stopping token included.
+    choice, whole or of a streamed chunk, has the generated tokens in `token_ids`, the stopping token included. With
+    `return_prompts`, the first choice of a prompt has the prompt as processed.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -142,6 +143,7 @@ class GenerationRequest(StructuredFields, ABC):
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_prompts: bool | None = None
 
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> GenerationRequest:
@@ -154,9 +156,10 @@ class GenerationRequest(StructuredFields, ABC):
                 raise invalid(f"{name} is not supported, {value!r:.80} was given", name)
         return self
 
-    def sampling(self, text: TextProcessor, max_tokens: int, default_temperature: float = 1.0) -> SamplingParams:
+    def sampling(self, text: TextProcessor, max_tokens: int, defaults: Mapping[str, Any]) -> SamplingParams:
         """Return the sampling parameters, for at most `max_tokens` tokens of each sequence.
 
+        `defaults` hold for fields that are not given.
         Raises TriptychError("invalid_request") naming the field for combinations without meaning.
         """
         constraint = self.constraint()
@@ -171,10 +174,10 @@ class GenerationRequest(StructuredFields, ABC):
         # The best sequences are found by their log-probabilities.
         logprobs = 0 if self.num_logprobs is None and self.picks_best else self.num_logprobs
         return SamplingParams(
-            **self._search(default_temperature),
+            **self._search(defaults),
+            **self._chosen(defaults, "repetition_penalty"),
             max_tokens=max_tokens,
             min_tokens=self.min_tokens or 0,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             no_repeat_ngram_size=self.no_repeat_ngram_size or 0,
@@ -190,7 +193,12 @@ class GenerationRequest(StructuredFields, ABC):
             grammar=None if constraint is None else constraint.grammar,
         ).validate()
 
-    def _search(self, default_temperature: float) -> dict[str, Any]:
+    def _chosen(self, defaults: Mapping[str, Any], *names: str) -> dict[str, Any]:
+        """Return the given ones of these fields, and the others' defaults where there are any."""
+        chosen = {name: defaults.get(name) if (value := getattr(self, name)) is None else value for name in names}
+        return {name: value for name, value in chosen.items() if value is not None}
+
+    def _search(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Return the parameters of the search: by sampling, or by beams."""
         if self.use_beam_search:
             refuse_sampling(self)
@@ -212,14 +220,8 @@ class GenerationRequest(StructuredFields, ABC):
             raise _wrong("best_of", f"is {self.width}, fewer than the n={self.num_choices} to return")
         if self.picks_best and self.stream:
             raise _wrong("best_of", "cannot be streamed: which ones are best is known at the end")
-        return {
-            "n": self.width,
-            "temperature": default_temperature if self.temperature is None else self.temperature,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
-            "top_k": max(0, self.top_k or 0),
-            "min_p": self.min_p or 0.0,
-            "seed": self.seed,
-        }
+        drawing = self._chosen(defaults, "temperature", "top_p", "top_k", "min_p")
+        return {**drawing, "n": self.width, "top_k": max(0, drawing.get("top_k", 0)), "seed": self.seed}
 
     @property
     def num_choices(self) -> int:

@@ -32,14 +32,16 @@ PARALLEL_WINDOWS: Final = 8
 class SpeechOptions:
     """Options of a transcription.
 
-    `language` is detected by default; `prompt` is a hint for the first window; `token_limit` counts per window, beside
-    the limit of the decoder; `timestamps` divide windows into segments; `details` add the model's confidence.
+    `language` is detected by default; `prompt` is a hint for the first window, `token_ids` its decoder prompt as given;
+    `token_limit` counts per window, beside the limit of the decoder; `timestamps` divide windows into segments;
+    `details` add the model's confidence.
     """
 
     language: str | None = None
     prompt: str | None = None
     task: whisper_prompt.Task = "transcribe"
     timestamps: bool = False
+    token_ids: list[int] | None = None
     details: bool = False
     token_limit: int | None = None
     priority: int = 0
@@ -114,6 +116,8 @@ class Speech:
     _sampling: SamplingParams
     _options: SpeechOptions
     usage: Usage = field(default_factory=Usage)
+    job: Job = field(init=False)
+    """The first window's, set before the first delta."""
     language: str | None = None
     _under_way: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PARALLEL_WINDOWS))
     _next: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -216,6 +220,7 @@ class Speech:
             task=options.task,
             prompt=options.prompt if index == 0 else None,
             timestamps=self._rules is not None,
+            token_ids=options.token_ids if index == 0 else None,
         )
         if options.token_limit is not None:  # the forced prefix does not count as the answer's
             fields["max_tokens"] = min(fields["max_tokens"], options.token_limit + len(fields["prefix_allowed"]))
@@ -231,6 +236,8 @@ class Speech:
             request_id = part_id(request_id, index)
         sampling = msgspec.structs.replace(self._sampling, **fields)
         job = Job(request_id, prompt_ids, sampling, make_slots([item], None), [item], options.priority)
+        if index == 0:
+            self.job = job
         return self._service.generate(job, self._context, ticket)
 
     def _no_speech_prob(self, generation: TextStream) -> float | None:

@@ -14,6 +14,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 
 from common.errors import invalid
 from common.sampling_params import MAX_SEQUENCES, SamplingParams
+from common.text import whisper_prompt
 from common.text.whisper_prompt import Task, language_name
 from proxy.api.logprobs import LogprobShapes
 from proxy.api.sampling_fields import Int32, Seed, refuse_sampling
@@ -33,7 +34,7 @@ class TranscriptionForm(BaseModel):
 
     Beyond OpenAI's: how tokens are drawn (`top_p`, `top_k`, `min_p`, `seed`) and repetition is kept down, as in a chat,
     `max_completion_tokens` (for each window of 30 s), `return_token_ids`, `priority`, and beam search, whose width is
-    `best_of`.
+    `best_of`. `decoder_prompt` is Whisper's for the first window; later windows share its language and task.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -41,6 +42,7 @@ class TranscriptionForm(BaseModel):
     model: str | None = None
     language: str | None = None
     prompt: str | None = None
+    decoder_prompt: str | None = None
     response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] = "json"
     temperature: float = Field(0.0, ge=0, le=2)
     timestamp_granularities: list[Literal["segment"]] = []
@@ -107,11 +109,19 @@ async def transcriptions(
     form.check()
     tickets = service.join_line(context, "media")
     item = await service.intake.of_bytes("audio", data, "file")
-    options = SpeechOptions(
+    told = whisper_prompt.options(
+        service.info,
+        service.text,
+        decoder_prompt=form.decoder_prompt or None,
         language=form.language or None,
         prompt=form.prompt,
         task=task,
         timestamps=form.has_segments,
+    )
+    if told["task"] != task:
+        raise invalid(f"decoder_prompt has the task {told['task']}, which is for the other route", "decoder_prompt")
+    options = SpeechOptions(
+        **told,
         details=form.response_format == "verbose_json",
         token_limit=form.max_completion_tokens,
         priority=form.priority,

@@ -60,7 +60,17 @@ async def test_a_text_is_the_encoders_and_a_decoder_prompt_may_be_text_too(serve
     explicit = Case([], [], http={"prompt": "The rain in spain", "extra_body": {"decoder_prompt": "falls"}})
     async with served.client() as client:
         answers = [await served.answer(client, one, max_tokens) for one in (case, explicit)]
-    outputs = llm.generate(["The rain in spain", pair], SamplingParams(temperature=0, max_tokens=max_tokens))  # type: ignore[list-item]
+        body = {"encoder_prompt": "The rain in spain", "decoder_prompt": "falls", "return_prompts": True, "echo": True}
+        echoed = await client.completions.create(
+            model=served.info.name, prompt=None, temperature=0, max_tokens=max_tokens, extra_body=body
+        )
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    outputs = llm.generate(["The rain in spain", pair], params, return_prompts=True)  # type: ignore[list-item]
+    [choice], told = echoed.choices, outputs[1]
+    assert choice.text == f"falls{told.outputs[0].text}"
+    assert (choice.encoder_prompt, choice.decoder_prompt) == (told.encoder_prompt, told.prompt)  # type: ignore[attr-defined]
+    assert choice.encoder_prompt_token_ids == told.encoder_prompt_token_ids  # type: ignore[attr-defined]
+    assert choice.decoder_prompt_token_ids == told.prompt_token_ids  # type: ignore[attr-defined]
     assert [answer.text for answer in answers] == [output.outputs[0].text for output in outputs]
     assert answers[0].text != answers[1].text
 

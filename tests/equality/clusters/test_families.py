@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -80,6 +81,12 @@ async def test_timestamps_of_transcripts_equal_transformers(served: Served) -> N
     cases = timed_speech_cases(Reference(served.info.folder), MAX_TOKENS["whisper"])
     answers = await served.answer_all(cases, MAX_TOKENS["whisper"])
     assert [answer.token_ids for answer in answers] == expected_of(cases)
+    prompt = served.text.decode(cases[0].prompt, skip_special_tokens=False)
+    extra = {"decoder_prompt": prompt, "max_completion_tokens": MAX_TOKENS["whisper"], "return_token_ids": True}
+    async with served.client() as client:
+        create: Any = client.audio.transcriptions.create
+        result = await create(model=served.info.name, file=cases[0].http["file"], extra_body=extra)
+    assert (result.text, result.token_ids) == (answers[0].text, answers[0].token_ids)
     await served.wait_until_nothing_is_held()
 
 

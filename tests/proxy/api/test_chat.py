@@ -169,3 +169,34 @@ async def test_a_text_far_beyond_the_context_is_refused_by_its_field(serve, text
         with pytest.raises(openai.BadRequestError) as caught:
             await rig.client.completions.create(model=rig.model, prompt="many words " * 2**20)
         assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_conversation_is_continued_and_comes_back_as_processed(rig, stream):
+    messages = [{"role": "user", "content": "Colours?"}, {"role": "assistant", "content": "Red, green"}]
+    extra = {"continue_final_message": True, "return_prompts": True, "chat_template_kwargs": {"enable_thinking": False}}
+    body = {"messages": messages, "stream": stream, "n": 2, **extra}
+    response = await rig.http.post("/v1/chat/completions", json=body)
+    chunks = events(response) if stream else [response.json()]
+    told = [choice for chunk in chunks for choice in chunk["choices"] if "prompt" in choice]
+    (generate,) = rig.cluster.decoders[0].of(Generate)
+    assert [(one["index"], one["prompt_token_ids"]) for one in told] == [(0, generate.prompt_token_ids)]
+    assert told[0]["prompt"].endswith("Red, green")
+    answer = await rig.client.completions.create(model=rig.model, prompt="x", extra_body={"return_prompts": True})
+    assert answer.choices[0].prompt_token_ids == rig.cluster.text.encode("x")
+
+
+BAD_TEMPLATING = (
+    ({"continue_final_message": True}, "continue_final_message"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": "enable_thinking"}, "chat_template_kwargs"),
+    ({"decoder_prompt": [1]}, "decoder_prompt"),
+)
+
+
+async def test_bad_options_of_the_template_are_named(rig):
+    for fields, param in BAD_TEMPLATING:
+        body = {"messages": [{"role": "user", "content": "x"}], **fields}
+        response = await rig.http.post("/v1/chat/completions", json=body)
+        assert (fields, response.status_code, response.json()["error"]["param"]) == (fields, 400, param)

@@ -7,6 +7,7 @@ import pytest
 
 from common.messages import Encode, Generate
 from common.text.prompts import decode_tokens
+from tests.proxy.streams import events
 
 
 async def _generated(rig, **fields):
@@ -57,13 +58,36 @@ async def test_several_prompts_have_one_decoder_prompt_or_one_each(serve, transl
         assert len(rig.cluster.encoders[0].of(Encode)) == 4  # n choices share the input
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_prompts_come_back_as_they_were_processed(serve, translation_model, stream):
+    async with serve(translation_model.folder) as rig:
+        decode, ids = rig.cluster.text.decode, rig.cluster.text.encode("red")
+        body = {"prompt": ["the sign", [7, 8]], "decoder_prompt": ["red", [0, 5]], "n": 2, "stream": stream}
+        response = await rig.http.post("/v1/completions", json={**body, "echo": True, "return_prompts": True})
+        chunks = events(response) if stream else [response.json()]
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        told = {choice["index"]: choice for choice in choices if "encoder_prompt" in choice}
+        expected = (rig.cluster.text.encode("the sign"), [2, *ids]), ([7, 8], [2, 0, 5])
+        assert list(told) == [0, 2]  # the first choice of each prompt
+        for choice, pair in zip(told.values(), expected, strict=True):
+            for name, token_ids in zip(("encoder_prompt", "decoder_prompt"), pair, strict=True):
+                assert choice[f"{name}_token_ids"] == token_ids
+                assert choice[name] == decode(token_ids, skip_special_tokens=False)
+        texts = ["".join(one["text"] for one in choices if one["index"] == index) for index in range(4)]
+        echoes = ["red", decode([2, 0, 5], skip_special_tokens=False)]
+        assert texts == [f"{echo}a red sign" for echo in echoes for _ in range(2)]
+        alone = {"prompt": "x", "echo": True, "max_tokens": 0, "logprobs": 0}
+        [choice] = (await rig.http.post("/v1/completions", json=alone)).json()["choices"]
+        assert choice["text"] == decode([2, 0], skip_special_tokens=False)
+        assert len(choice["logprobs"]["tokens"]) == 2
+
+
 BAD = (
     ({"prompt": []}, "prompt"),
     ({"prompt": [99_999]}, "prompt"),
     ({"encoder_prompt": [99_999]}, "encoder_prompt"),
     ({"prompt": "x", "decoder_prompt": 5}, "decoder_prompt"),
     ({"prompt": [[7], [8]], "decoder_prompt": [[2], [2], [2]]}, "decoder_prompt"),
-    ({"prompt": "x", "echo": True}, "echo"),
     ({"prompt": [7] * 65}, "prompt"),
     ({"decoder_prompt": "x"}, "prompt"),
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 
+import msgspec
 import openai
 import pytest
 
@@ -177,3 +179,28 @@ async def test_special_tokens_of_prompts_can_be_left_out(monkeypatch, rig):
     await _sampling(rig)
     await _sampling(rig, add_special_tokens=False)
     assert asked == [("x", {"add_special_tokens": True}), ("x", {"add_special_tokens": False})]
+
+
+async def test_fields_that_are_not_given_are_those_of_generation_config(serve, text_model, tmp_path):
+    folder = shutil.copytree(text_model.folder, tmp_path / "plain")
+    recommended = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05}
+    generation = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**generation, **recommended}))
+
+    async def sampled(rig, **fields):
+        sampling = await _sampling(rig, **fields)
+        await rig.chat(extra_body=fields)
+        assert rig.cluster.decoders[0].of(Generate)[-1].sampling == msgspec.structs.replace(
+            sampling, max_tokens=rig.cluster.decoders[0].of(Generate)[-1].sampling.max_tokens
+        )
+        return {name: getattr(sampling, name) for name in recommended}
+
+    async with serve(folder) as rig:
+        assert await sampled(rig) == recommended
+        own = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
+        assert await sampled(rig, **own) == {**own, "top_k": 0}
+        beams = {"use_beam_search": True, "n": 2}
+        off = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.05}
+        assert await sampled(rig, **beams) == off
+    async with serve(folder, generation_config="none") as rig:
+        assert await sampled(rig) == {**off, "temperature": 1.0, "repetition_penalty": 1.0}

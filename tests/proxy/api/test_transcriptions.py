@@ -10,6 +10,7 @@ import openai
 import pytest
 import soundfile
 
+from common.errors import TriptychError
 from common.messages import Encode, Generate
 from common.text import whisper_prompt
 from common.text.processor import TextProcessor
@@ -56,6 +57,75 @@ async def test_prompts_are_those_of_transformers(speech_rig, whisper_model):
     limit = whisper_model.max_model_len
     assert (told.sampling.max_tokens, detected.sampling.max_tokens) == (limit - 4, limit - 1)
     assert told.sampling.temperature == 0
+
+
+GIVEN = "<|startofprev|> Triptych<|startoftranscript|><|de|><|translate|>"
+
+
+async def test_a_decoder_prompt_is_given_whole(speech_rig, whisper_model):
+    text, generate = speech_rig.cluster.text, speech_rig.cluster.decoders[0].of
+    create, extra = speech_rig.client.audio.translations.create, {"decoder_prompt": GIVEN}
+    await create(model=speech_rig.model, file=_upload(speech(1)), extra_body=extra, temperature=0.5)
+    assert generate(Generate)[-1].prompt_token_ids == text.encode(GIVEN)
+    assert generate(Generate)[-1].sampling.timestamps is not None
+    for given in (
+        "<|startoftranscript|><|en|><|transcribe|><|notimestamps|> He",
+        "<|en|><|transcribe|><|notimestamps|>",
+    ):
+        ids = [whisper_model.generation["decoder_start_token_id"]] * (given[2:4] == "en") + text.encode(given)
+        for prompt in (given, ids):
+            extra = {"decoder_prompt": prompt, "return_prompts": True, "return_token_ids": True}
+            answer = await speech_rig.chat([audio_part(speech(1))], extra_body=extra)
+            told = generate(Generate)[-1]
+            assert answer.choices[0].decoder_prompt_token_ids == told.prompt_token_ids == ids
+            assert answer.choices[0].decoder_prompt == text.decode(ids, skip_special_tokens=False)
+            assert answer.choices[0].encoder_prompt is None
+            assert (told.sampling.timestamps, told.sampling.suppress_tokens) == (None, (1, 2))
+            assert told.sampling.max_tokens == whisper_model.max_model_len - len(ids)
+
+
+async def test_later_windows_share_the_language_and_the_task_of_a_decoder_prompt(speech_rig):
+    create, extra = speech_rig.client.audio.translations.create, {"decoder_prompt": GIVEN}
+    await create(model=speech_rig.model, file=_upload(speech(50)), extra_body=extra)
+    first, *later = speech_rig.cluster.decoders[0].of(Generate)
+    assert later
+    assert {tuple(one.prompt_token_ids) for one in later} == {tuple(first.prompt_token_ids[-3:])}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("<|startoftranscript|>", "a language as"),
+        ("<|startoftranscript|><|transcribe|><|en|>", "a language as"),
+        ("<|startoftranscript|><|en|><|notimestamps|>", "a language as"),
+        ("Hello<|startoftranscript|><|en|><|transcribe|>", "begins with <|startofprev|>"),
+        ("<|startofprev|><|en|><|startoftranscript|><|en|><|transcribe|>", r"the token <\|en\|> is out of place"),
+        ("<|startoftranscript|><|en|><|transcribe|><|notimestamps|><|startoftranscript|>", "is out of place"),
+        ("<|startoftranscript|><|en|><|transcribe|> Hello", "needs <|notimestamps|>"),
+        ([10**6], "a language as"),
+        ("<|startofprev|>" + " a" * 60 + "<|startoftranscript|><|en|><|transcribe|>", "has at most 47 tokens"),
+        ("<|startoftranscript|><|en|><|transcribe|><|notimestamps|>" + " a" * 90, "shorten `decoder_prompt`"),
+    ],
+)
+def test_a_decoder_prompt_follows_the_models_rules(whisper_model, given, said):
+    text = TextProcessor(whisper_model)
+    with pytest.raises(TriptychError, match=said.replace("|", r"\|").replace(r"\\|", r"\|")) as error:
+        whisper_prompt.build(whisper_model, text, **whisper_prompt.options(whisper_model, text, decoder_prompt=given))
+    assert error.value.info.param == "decoder_prompt"
+
+
+async def test_what_does_not_go_with_a_decoder_prompt_is_named(speech_rig):
+    prompt = "<|startoftranscript|><|en|><|transcribe|><|notimestamps|>"
+    for more, param in (({"language": "en"}, "language"), ({"prompt": "x"}, "prompt")):
+        form = {"decoder_prompt": prompt, **more}
+        response = await speech_rig.http.post("/v1/audio/transcriptions", data=form, files={"file": _upload(speech(1))})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    form = {"decoder_prompt": prompt}
+    response = await speech_rig.http.post("/v1/audio/translations", data=form, files={"file": _upload(speech(1))})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "decoder_prompt")
+    for name, value in (("chat_template_kwargs", {"a": 1}), ("add_generation_prompt", False)):
+        with pytest.raises(openai.BadRequestError, match=f"{name} is not available"):
+            await speech_rig.chat([audio_part(speech(1))], extra_body={name: value})
 
 
 async def test_a_recording_may_be_read_by_all_that_draws_tokens_and_keeps_repetition_down(serve, whisper_model):
@@ -224,3 +294,6 @@ def test_english_only_checkpoints_have_no_language(whisper_model):
     assert ids == [english.generation["decoder_start_token_id"], english.generation["no_timestamps_token_id"]]
     assert fields["prefix_allowed"] == ()
     assert whisper_prompt.build(english, text, language="en")[0] == ids
+    assert whisper_prompt.options(english, text, decoder_prompt=ids)["token_ids"] == ids
+    with pytest.raises(TriptychError, match="is out of place"):
+        whisper_prompt.options(english, text, decoder_prompt="<|startoftranscript|><|en|><|transcribe|>")
