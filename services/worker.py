@@ -32,8 +32,7 @@ def run(settings: Settings, role: Role) -> int:
     are one line of the log, with status 1. SIGUSR1 writes all stacks to the log.
     """
     malloc.use_one_arena()
-    if role in RECEIVING:
-        malloc.reuse_large_blocks()
+    malloc.reuse_large_blocks()
     setup_logging(settings.log_level, settings.log_format, settings.instance_id or role)
     dump_on_signal()
     _limit_threads(settings.engine.num_threads)

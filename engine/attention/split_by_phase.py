@@ -19,7 +19,7 @@ from engine.state.spec import HeadSpec, PositionBias
 FEW_TOKENS: Final = 8
 """Up to here the tokens of a request are computed one by one, as decodes."""
 SHORT_KEYS: Final = 256
-"""So are the prompts of up to as many tokens: half of what a square of scores would compute is in the future."""
+"""So are float32 prompts of up to as many tokens: half of what a square of scores would compute is in the future."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class PhasedBackend(AttentionBackend):
 
     def plan(self, metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> _PhasePlan:
         counts = (end - start for start, end in pairwise(metadata.query_start_loc))
-        short = SHORT_KEYS if metadata.causal else 0
+        short = SHORT_KEYS if metadata.causal and dtype == torch.float32 else 0
         if all(count <= FEW_TOKENS or keys <= short for count, keys in zip(counts, metadata.seq_lens, strict=True)):
             return _PhasePlan(metadata.query_start_loc[-1], self.decode.plan(metadata, block_size, dtype), None)
         num_decodes, num_requests = metadata.num_decodes, metadata.num_requests

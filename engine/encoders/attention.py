@@ -7,7 +7,6 @@ calling once for each. All sequences of a batch then run in a single launch.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from typing import Any, Final
 
@@ -47,15 +46,9 @@ def use_kernels(encoder: EncoderModel, device: torch.device, dtype: torch.dtype,
         except KernelsUnavailableError as error:
             log.warning("CPU kernels not available: the encoder computes with PyTorch alone", reason=str(error))
             return False
+        if encoder.unmasked is not None:
+            _call(encoder.unmasked, CPU_NAME, attend)
     return True
-
-
-def with_encoder_attention(config: Any) -> Any:
-    """Copy an encoder's configuration, with layers calling `attend`."""
-    AttentionInterface.register(CPU_NAME, attend)
-    own = copy.deepcopy(config)
-    own._attn_implementation = CPU_NAME
-    return own
 
 
 def attend(
@@ -70,10 +63,10 @@ def attend(
 ) -> tuple[Tensor, None]:
     """query, key, value [batch, num_heads, size, head_dim] -> [batch, size, num_heads, head_dim].
 
-    What the kernel does not serve, and every float32 tensor, goes to PyTorch's attention, as without us.
+    What the kernel does not serve goes to PyTorch's attention, as without us.
     """
-    if attention_mask is None and dropout == 0.0 and ops.serves_encoder(query, key, value):
-        return ops.encoder_attention(query, key, value, scaling or query.shape[-1] ** -0.5), None
+    if attention_mask is None and dropout == 0.0 and ops.serves_dense(query, key, value):
+        return ops.dense_attention(query, key, value, scaling or query.shape[-1] ** -0.5), None
     attended, _ = sdpa_attention_forward(
         module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **more
     )
@@ -95,11 +88,17 @@ def use_flashinfer(module: PreTrainedModel, device: torch.device) -> bool:
     except Exception as error:  # of compilers, of a loader or of a driver: what these raise is documented nowhere
         _warn(kernels_missing(error))
         return False
-    name = f"{FLASH_NAME}_{next(_numbers)}"
-    AttentionInterface.register(name, EncoderAttention(ragged, device))
-    # Not when it is made: transformers would look for the package flash_attn. Layers read it in every forward pass.
-    module.config._attn_implementation = name
+    _call(module, f"{FLASH_NAME}_{next(_numbers)}", EncoderAttention(ragged, device))
     return True
+
+
+def _call(module: PreTrainedModel, name: str, function: Any) -> None:
+    """Let the layers of a module call the function under the name, in every forward pass from now on.
+
+    Not when the module is made: transformers would look for the package flash_attn.
+    """
+    AttentionInterface.register(name, function)
+    module.config._attn_implementation = name
 
 
 def head_sizes(module: nn.Module) -> set[tuple[int, int]]:

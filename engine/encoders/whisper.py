@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers.models.whisper.modeling_whisper import WhisperEncoder as WhisperEncoderModule
 
 from engine.device.h2d import send_tensor
-from engine.encoders.attention import with_encoder_attention
 from engine.models.base import CheckpointLayout, EncoderModel
 from engine.processors import ProcessedInput
 
@@ -22,7 +21,7 @@ class WhisperEncoder(EncoderModel):
     layout = CheckpointLayout(prefixes={"model.encoder.": "", "encoder.": ""})
 
     def __init__(self, config: Any) -> None:
-        self.module = self.unmasked = WhisperEncoderModule(with_encoder_attention(config))
+        self.module = self.unmasked = WhisperEncoderModule(config)
 
     @torch.inference_mode()
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:

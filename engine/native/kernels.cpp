@@ -225,91 +225,144 @@ void paged_attention(const T* query, int64_t query_stride, const T* cache, int64
         }
 }
 
-// --- attention of an encoder: every query sees every key
+// --- attention of many queries over keys that lie in order: encoders and prompts
 
-constexpr int kHeadDim = 64;  // of Whisper, CLIP and most others
-constexpr int kPairs = kHeadDim / 2;
 constexpr int kQueries = 6, kWide = 4;  // 6 x 4 sums are what the registers hold
 
 struct alignas(64) Line {  // one cache line of pairs of bfloat16
     uint32_t pairs[kLanes];
 };
 
-// What one head's queries are multiplied with, paired as the product of pairs wants it.
+// The operands of one head, paired as the product of pairs wants them. kDim is head_dim where it is known when this is
+// compiled, else 0.
+template <int kDim>
 struct PackedHead {
-    std::vector<Line> keys;    // [padded / 16][kPairs]: pair p of 16 keys
-    std::vector<Line> values;  // [padded / 2][kHeadDim / 16]: keys 2 j and 2 j + 1 side by side
-    std::vector<Line> scores;  // [kQueries][padded / 16] float32
-    std::vector<Line> weights; // [kQueries][padded / 32] bfloat16
-    int64_t count, padded;     // padded: to a multiple of kWide * 16 keys, with zeros
+    std::vector<Line> keys;     // [padded / 16][head_dim / 2]: pair p of 16 keys
+    std::vector<Line> values;   // [padded / 2][value_lines]: keys 2 j and 2 j + 1 side by side
+    std::vector<Line> scores;   // [kQueries][padded / 16] float32
+    std::vector<Line> weights;  // [kQueries][padded / 32] bfloat16
+    int64_t count, padded;      // padded: to a multiple of kWide * 16 keys, with zeros
+    int64_t dim;
 
-    void pack(const bf16* key, const bf16* value, int64_t stride, int64_t size) {
-        count = size;
+    int64_t head_dim() const { return kDim ? kDim : dim; }
+    int64_t num_pairs() const { return head_dim() / 2; }
+    int64_t value_lines() const { return (head_dim() + kLanes - 1) / kLanes; }
+
+    void pack(const bf16* key, const bf16* value, int64_t stride, int64_t size, int64_t size_d) {
+        count = size, dim = size_d;
         padded = (size + kWide * kLanes - 1) / (kWide * kLanes) * kWide * kLanes;
-        keys.assign(padded / kLanes * kPairs, Line{});
-        values.assign(padded / 2 * (kHeadDim / kLanes), Line{});
+        keys.assign(padded / kLanes * num_pairs(), Line{});
+        values.assign(padded / 2 * value_lines(), Line{});
         scores.resize(kQueries * padded / kLanes);
         weights.resize(kQueries * padded / kLanes / 2);
         for (int64_t i = 0; i < size; i++) {
-            uint32_t row[kPairs];
-            std::memcpy(row, key + i * stride, sizeof row);
-            for (int p = 0; p < kPairs; p++) keys[i / kLanes * kPairs + p].pairs[i % kLanes] = row[p];
-            uint32_t* pairs = values[i / 2 * (kHeadDim / kLanes)].pairs;
-            for (int d = 0; d < kHeadDim; d++) pairs[d] |= uint32_t(value[i * stride + d].bits) << (i % 2 * 16);
+            Line* lines = &keys[i / kLanes * num_pairs()];
+            for (int64_t p = 0; p < num_pairs(); p++)
+                std::memcpy(&lines[p].pairs[i % kLanes], key + i * stride + 2 * p, sizeof(uint32_t));
+            uint32_t* pairs = values[i / 2 * value_lines()].pairs;
+            for (int64_t d = 0; d < head_dim(); d++) pairs[d] |= uint32_t(value[i * stride + d].bits) << (i % 2 * 16);
         }
     }
 
-    // kQueries rows of queries (query_stride apart) -> as many rows of out (out_stride apart).
-    void attend(const bf16* query, int64_t query_stride, float scale, bf16* out, int64_t out_stride) {
+    // kQueries rows of queries (query_stride apart) -> as many rows of out (out_stride apart). Row q sees the first
+    // `seen` keys or, if causal, q more.
+    void attend(const bf16* query, int64_t query_stride, float scale, bf16* out, int64_t out_stride, int64_t seen,
+                bool causal) {
+        const int64_t most = seen + (causal ? kQueries - 1 : 0), wide = kWide * kLanes;
+        const int64_t width = (most + wide - 1) / wide * wide;
         float* score = (float*)scores.data();
-        for (int64_t block = 0; block < padded / kLanes; block += kWide) {
+        bf16* weight = (bf16*)weights.data();
+        for (int64_t block = 0; block < width / kLanes; block += kWide) {
             __m512 sums[kQueries][kWide] = {};
-            for (int p = 0; p < kPairs; p++) multiply(sums, &keys[block * kPairs + p], kPairs, query + 2 * p, query_stride);
+            for (int64_t p = 0; p < num_pairs(); p++)
+                multiply(sums, &keys[block * num_pairs() + p], num_pairs(), query + 2 * p, query_stride);
             for (int q = 0; q < kQueries; q++)
                 for (int w = 0; w < kWide; w++)
-                    _mm512_store_ps(score + q * padded + (block + w) * kLanes, _mm512_mul_ps(sums[q][w], _mm512_set1_ps(scale)));
+                    _mm512_store_ps(score + q * width + (block + w) * kLanes, _mm512_mul_ps(sums[q][w], _mm512_set1_ps(scale)));
         }
         float factors[kQueries];
-        for (int q = 0; q < kQueries; q++) factors[q] = soften(score + q * padded, (bf16*)weights.data() + q * padded);
-        __m512 sums[kQueries][kWide] = {};
-        for (int64_t j = 0; j < padded / 2; j++)
-            multiply(sums, &values[j * kWide], 1, (const bf16*)weights.data() + 2 * j, padded);
         for (int q = 0; q < kQueries; q++)
-            for (int w = 0; w < kWide; w++)
-                store(out + q * out_stride + w * kLanes, 0xffff, _mm512_mul_ps(sums[q][w], _mm512_set1_ps(factors[q])));
+            factors[q] = soften(score + q * width, weight + q * width, seen + (causal ? q : 0), width);
+        for (int64_t line = 0; line < value_lines(); line += kWide) switch (value_lines() - line) {
+            case 1: sum_values<1>(line, width, factors, out, out_stride); break;
+            case 2: sum_values<2>(line, width, factors, out, out_stride); break;
+            case 3: sum_values<3>(line, width, factors, out, out_stride); break;
+            default: sum_values<kWide>(line, width, factors, out, out_stride);
+        }
     }
 
    private:
-    // One pair of each of kQueries rows against the same pair of kWide vectors, which are `step` lines apart.
-    static inline void multiply(__m512 (&sums)[kQueries][kWide], const Line* lines, int64_t step, const bf16* rows,
+    // kWidth * 16 columns of the weighted values.
+    template <int kWidth>
+    void sum_values(int64_t line, int64_t width, const float* factors, bf16* out, int64_t out_stride) const {
+        __m512 sums[kQueries][kWidth] = {};
+        for (int64_t j = 0; j < width / 2; j++)
+            multiply(sums, &values[j * value_lines() + line], 1, (const bf16*)weights.data() + 2 * j, width);
+        for (int q = 0; q < kQueries; q++)
+            for (int w = 0; w < kWidth; w++) {
+                const int64_t at = (line + w) * kLanes;
+                store(out + q * out_stride + at, lanes(head_dim() - at), _mm512_mul_ps(sums[q][w], _mm512_set1_ps(factors[q])));
+            }
+    }
+
+    // One pair of each of kQueries rows against the same pair of kWidth vectors, which are `step` lines apart.
+    template <int kWidth>
+    static inline void multiply(__m512 (&sums)[kQueries][kWidth], const Line* lines, int64_t step, const bf16* rows,
                                 int64_t stride) {
-        __m512bh columns[kWide];
+        __m512bh columns[kWidth];
 #pragma GCC unroll 8
-        for (int w = 0; w < kWide; w++) columns[w] = (__m512bh)_mm512_load_si512(lines + w * step);
+        for (int w = 0; w < kWidth; w++) columns[w] = (__m512bh)_mm512_load_si512(lines + w * step);
 #pragma GCC unroll 8
         for (int q = 0; q < kQueries; q++) {
             int32_t pair;
             std::memcpy(&pair, rows + q * stride, 4);
             const __m512bh row = (__m512bh)_mm512_set1_epi32(pair);
 #pragma GCC unroll 8
-            for (int w = 0; w < kWide; w++) sums[q][w] = _mm512_dpbf16_ps(sums[q][w], row, columns[w]);
+            for (int w = 0; w < kWidth; w++) sums[q][w] = _mm512_dpbf16_ps(sums[q][w], row, columns[w]);
         }
     }
 
-    // exp(score - max) as bfloat16, zero for padding; returns the reciprocal of their sum.
-    float soften(const float* score, bf16* weight) const {
+    // exp(score - max) of the first `seen` as bfloat16, zero up to width; returns the reciprocal of their sum.
+    static float soften(const float* score, bf16* weight, int64_t seen, int64_t width) {
         __m512 most = _mm512_set1_ps(-3e38f), sum = _mm512_setzero_ps();
-        for (int64_t i = 0; i < count; i += kLanes) most = _mm512_mask_max_ps(most, lanes(count - i), most, load(score + i, 0xffff));
+        for (int64_t i = 0; i < seen; i += kLanes) most = _mm512_mask_max_ps(most, lanes(seen - i), most, load(score + i, 0xffff));
         most = _mm512_set1_ps(_mm512_reduce_max_ps(most));
-        for (int64_t i = 0; i < padded; i += kLanes) {
+        for (int64_t i = 0; i < width; i += kLanes) {
             const __m512 share = exponential(_mm512_sub_ps(load(score + i, 0xffff), most));
-            const __m512 value = _mm512_maskz_mov_ps(lanes(count - i), share);
+            const __m512 value = _mm512_maskz_mov_ps(lanes(seen - i), share);
             store(weight + i, 0xffff, value);
             sum = _mm512_add_ps(sum, value);
         }
         return 1.0f / _mm512_reduce_add_ps(sum);
     }
 };
+
+// Where [batch, heads, tokens, head_dim] lies: strides in elements; the last dimension is contiguous.
+struct Strides {
+    int64_t batch, head, token;
+};
+
+template <int kDim>
+void dense_attention(const bf16* query, Strides of_query, const bf16* key, const bf16* value, Strides of_keys, bf16* out,
+                     int64_t batch, int64_t num_heads, int64_t num_kv_heads, int64_t num_queries, int64_t num_keys,
+                     int64_t head_dim, float scale, bool causal) {
+    const int64_t group = num_heads / num_kv_heads, out_stride = num_heads * head_dim;
+#pragma omp parallel for collapse(2) schedule(dynamic, 1)
+    for (int64_t item = 0; item < batch; item++)
+        for (int64_t head = 0; head < num_heads; head++) {
+            thread_local PackedHead<kDim> packed;
+            const int64_t at = item * of_keys.batch + head / group * of_keys.head;
+            packed.pack(key + at, value + at, of_keys.token, num_keys, head_dim);
+            const bf16* from = query + item * of_query.batch + head * of_query.head;
+            bf16* to = out + item * num_queries * out_stride + head * head_dim;
+            for (int64_t i = 0; i < num_queries; i += kQueries) {
+                const int64_t first = std::min<int64_t>(i, num_queries - kQueries);  // the last ones overlap
+                const int64_t seen = causal ? num_keys - num_queries + first + 1 : num_keys;
+                packed.attend(from + first * of_query.token, of_query.token, scale, to + first * out_stride, out_stride,
+                              seen, causal);
+            }
+        }
+}
 
 }  // namespace
 
@@ -349,23 +402,16 @@ void paged_attention_f32(const float* query, int64_t query_stride, const float* 
                     num_tokens, num_heads, num_kv_heads, head_dim, block_size, scale);
 }
 
-// query, key, value [batch, num_heads, size, 64], each with the same three strides (the last dimension is contiguous)
-// -> out [batch, size, num_heads, 64] contiguous. size is at least six.
-void encoder_attention(const bf16* query, const bf16* key, const bf16* value, int64_t batch_stride, int64_t head_stride,
-                       int64_t token_stride, bf16* out, int64_t batch, int64_t num_heads, int64_t size, float scale) {
-#pragma omp parallel for collapse(2) schedule(dynamic, 1)
-    for (int64_t item = 0; item < batch; item++)
-        for (int64_t head = 0; head < num_heads; head++) {
-            thread_local PackedHead packed;
-            const int64_t at = item * batch_stride + head * head_stride;
-            packed.pack(key + at, value + at, token_stride, size);
-            bf16* to = out + (item * size * num_heads + head) * kHeadDim;
-            for (int64_t i = 0; i < size; i += kQueries) {
-                const int64_t first = std::min<int64_t>(i, size - kQueries);  // the last ones overlap
-                packed.attend(query + at + first * token_stride, token_stride, scale, to + first * num_heads * kHeadDim,
-                              num_heads * kHeadDim);
-            }
-        }
+// query [batch, num_heads, num_queries, head_dim], key and value [batch, num_kv_heads, num_keys, head_dim] with strides
+// of batch, head and token (the last dimension is contiguous) -> out [batch, num_queries, num_heads, head_dim] contiguous.
+// If causal, queries are the last tokens of the keys. At least six queries; head_dim is even.
+void dense_attention_bf16(const bf16* query, const int64_t* query_strides, const bf16* key, const bf16* value,
+                          const int64_t* key_strides, bf16* out, int64_t batch, int64_t num_heads, int64_t num_kv_heads,
+                          int64_t num_queries, int64_t num_keys, int64_t head_dim, float scale, int64_t causal) {
+    const auto run = head_dim == 64 ? dense_attention<64> : head_dim == 128 ? dense_attention<128> : dense_attention<0>;
+    run(query, {query_strides[0], query_strides[1], query_strides[2]}, key, value,
+        {key_strides[0], key_strides[1], key_strides[2]}, out, batch, num_heads, num_kv_heads, num_queries, num_keys,
+        head_dim, scale, causal);
 }
 
 // Keys and values [num_tokens, width] (strides between rows given) into their slots of a cache. All in units of two bytes.

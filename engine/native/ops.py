@@ -17,12 +17,13 @@ MAX_LINEAR_ROWS: Final = 64
 """From about here on PyTorch's matrix product, which packs its operands, is as fast."""
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_STRIDES = _INT * 3
 _ATTENTION: Final = [_POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, *[_INT] * 5]
 _SIGNATURES: Final = {
     "linear": [_POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT],
     "paged_attention_bf16": [*_ATTENTION, _FLOAT],
     "paged_attention_f32": [*_ATTENTION, _FLOAT],
-    "encoder_attention": [*[_POINTER] * 3, *[_INT] * 3, _POINTER, *[_INT] * 3, _FLOAT],
+    "dense_attention_bf16": [_POINTER, _STRIDES, _POINTER, _POINTER, _STRIDES, _POINTER, *[_INT] * 6, _FLOAT, _INT],
     "write_cache": [_POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _INT],
     "add_rms_norm": [_POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _FLOAT],
     "silu_mul": [_POINTER, _POINTER, _INT, _INT],
@@ -147,18 +148,42 @@ def paged_attention(
     return out
 
 
-def serves_encoder(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """[batch, num_heads, size, head_dim] each: heads of 64, equal shapes and strides."""
-    shape = query.shape
-    alike = key.shape == shape == value.shape and key.stride() == query.stride() == value.stride()
-    return alike and shape[-1] == 64 and shape[2] >= 6 and serves(query) and key.dtype == value.dtype == query.dtype
+def serves_dense(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether `dense_attention` takes these: six queries or more, an even head_dim, keys and values strided alike."""
+    return (
+        query.shape[2] >= 6
+        and query.shape[3] % 2 == 0
+        and key.shape == value.shape
+        and key.stride() == value.stride()
+        and query.dtype == key.dtype == value.dtype
+        and serves(query)
+        and serves(key)
+    )
 
 
-def encoder_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Every query sees every key: [batch, num_heads, size, 64] -> [batch, size, num_heads, 64]."""
-    batch, num_heads, size, head_dim = query.shape
-    out = query.new_empty(batch, size, num_heads, head_dim)
-    pointers = query.data_ptr(), key.data_ptr(), value.data_ptr()
-    strides = query.stride()[:3]
-    _library.encoder_attention(*pointers, *strides, out.data_ptr(), batch, num_heads, size, scale)
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool = False) -> Tensor:
+    """Attend with many queries to keys that lie in order; if causal, queries are the last tokens of the keys.
+
+    query [batch, num_heads, num_queries, head_dim], key and value [batch, num_kv_heads, num_keys, head_dim]
+    -> [batch, num_queries, num_heads, head_dim].
+    """
+    batch, num_heads, num_queries, head_dim = query.shape
+    num_kv_heads, num_keys = key.shape[1:3]
+    out = query.new_empty(batch, num_queries, num_heads, head_dim)
+    _library.dense_attention_bf16(
+        query.data_ptr(),
+        _STRIDES(*query.stride()[:3]),
+        key.data_ptr(),
+        value.data_ptr(),
+        _STRIDES(*key.stride()[:3]),
+        out.data_ptr(),
+        batch,
+        num_heads,
+        num_kv_heads,
+        num_queries,
+        num_keys,
+        head_dim,
+        scale,
+        causal,
+    )
     return out

@@ -18,6 +18,7 @@ from transformers import WhisperConfig
 
 from engine import native
 from engine.attention.select import choose_backend
+from engine.encoders.attention import use_kernels
 from engine.encoders.whisper import WhisperEncoder
 from engine.models import layers
 from engine.models.layers import Linear, RMSNorm, rotate, silu_mul, use_layer_kernels
@@ -92,14 +93,29 @@ def test_rotation_changes_its_heads_and_nothing_else(tokens: int, heads: int, he
     assert torch.equal(wide[:, heads:], before[:, heads:])
 
 
-@settings(deadline=None, max_examples=20)
-@given(st.integers(1, 2), st.integers(1, 3), st.integers(6, 200), st.sampled_from([0.125, 1.0]), SEEDS)
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(1, 2),
+    st.tuples(st.integers(1, 2), st.integers(1, 3)),
+    st.tuples(st.integers(6, 140), st.integers(0, 90)),
+    st.sampled_from([2, 16, 50, 64, 80, 128]),
+    st.booleans(),
+    SEEDS,
+)
 @torch.inference_mode()
-def test_encoder_attention(batch: int, heads: int, size: int, scale: float, seed: int) -> None:
-    query, key, value = random(seed, 3, batch, size, heads, 64).transpose(2, 3)
-    assert ops.serves_encoder(query, key, value)
-    exact = F.scaled_dot_product_attention(query.float(), key.float(), value.float(), scale=scale).transpose(1, 2)
-    got = ops.encoder_attention(query, key, value, scale).float()
+def test_dense_attention(
+    batch: int, heads: tuple[int, int], lengths: tuple[int, int], head_dim: int, causal: bool, seed: int
+) -> None:
+    (num_kv_heads, group), (num_queries, past) = heads, lengths
+    num_keys = num_queries + past
+    query = random(seed, batch, num_queries, num_kv_heads * group, head_dim).transpose(1, 2)
+    key, value = random(seed + 1, 2, batch, num_keys, num_kv_heads, head_dim).transpose(2, 3)
+    assert ops.serves_dense(query, key, value)
+    seen = torch.ones(num_queries, num_keys, dtype=torch.bool)
+    exact = F.scaled_dot_product_attention(
+        query.float(), key.float(), value.float(), attn_mask=seen.tril(past) if causal else seen, enable_gqa=True
+    ).transpose(1, 2)
+    got = ops.dense_attention(query, key, value, head_dim**-0.5, causal=causal).float()
     torch.testing.assert_close(got, exact, rtol=2**-6, atol=2**-6 * float(exact.abs().max()))
 
 
@@ -112,6 +128,7 @@ def test_a_whisper_encoder_in_bfloat16_is_as_near_to_float32_as_pytorchs() -> No
     encoder = WhisperEncoder(config)
     features = torch.randn(2, config.num_mel_bins, 200)
     exact = encoder.module.eval()(features).last_hidden_state
+    assert use_kernels(encoder, torch.device("cpu"), torch.bfloat16, "auto")
     ours = encoder.module.bfloat16()(features.bfloat16()).last_hidden_state.float()
     with patch.object(ops, "_enabled", False):
         theirs = encoder.module(features.bfloat16()).last_hidden_state.float()
