@@ -125,10 +125,10 @@ class EngineConfig(BaseModel):
     )
     itl_objective_ms: float | None = _setting(
         None,
-        "Longest step with decoding requests, in ms: prompts beside them are cut into chunks of 16 tokens or more.",
+        "Longest step with decoding requests, in ms: prompts beside them are cut into chunks. 0: no limit.",
         "Engine",
-        shown="no limit",
-        gt=0,
+        shown="four times a step without prompts, up to ten times while prompts wait; 0 in LLM",
+        ge=0,
     )
     async_scheduling: bool | None = _setting(
         None, "Launch a step before the tokens of the last step are known.", "Engine", shown="on CUDA"

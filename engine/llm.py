@@ -144,9 +144,9 @@ class LLM:
     ) -> None:
         self.info = load_model_info(str(model))
         self._sampling_defaults = self.info.sampling_defaults(generation_config)
-        # Whoever hands over a batch waits for all of it: nothing is overloaded by its size.
+        # Whoever hands over a batch waits for all of it: its size overloads nothing, and no prompt disturbs a stream.
         try:
-            self.config = EngineConfig(**{"max_waiting": sys.maxsize, **options})
+            self.config = EngineConfig(**{"max_waiting": sys.maxsize, "itl_objective_ms": 0, **options})
         except ValidationError as error:
             raise invalid(explain(error, EngineConfig, options)) from error
         self.text = TextProcessor(self.info, None if chat_template is None else str(chat_template))

@@ -52,7 +52,7 @@ class DecoderScheduler:
         self._slots = slots
         self.token_budget = token_budget
         self.preemption = preemption
-        self.pace = None if itl_objective_s is None else PrefillPace(itl_objective_s)
+        self.pace = None if itl_objective_s == 0 else PrefillPace(itl_objective_s)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.reserved: list[Request] = []
@@ -137,8 +137,14 @@ class DecoderScheduler:
         if request in self.running and not request.is_prefilling:
             return left  # the next token of a stream
         num_decodes = counts.count(1)
-        limit = self.pace.limit(num_decodes, request.sequences[0].num_computed_tokens)
+        limit = self.pace.limit(num_decodes, request.sequences[0].num_computed_tokens, self._num_ready_tokens())
         return left if limit is None else min(left, limit - (sum(counts) - num_decodes))
+
+    def _num_ready_tokens(self) -> int:
+        """Return the prompt tokens that could be computed now, of running requests and the first waiting ones."""
+        begun = (request for request in self.running if request.is_prefilling)
+        ready = itertools.chain(begun, itertools.islice(self.waiting, 32))
+        return sum(request.num_remaining(request.sequences[0]) for request in ready)
 
     # --- running requests
 

@@ -4,7 +4,8 @@
 
 Both times are learned from the steps that ran, on any device: means by powers of two, of rows and of context. A step
 with too many prompt tokens holds up every stream of the engine. With an objective, prompts get the time that is left
-(stall-free batching, Sarathi-Serve, Agrawal et al., 2024, there with a fixed budget of tokens).
+(stall-free batching, Sarathi-Serve, Agrawal et al., 2024, there with a fixed budget of tokens). Without an objective of
+the user, prompts get three quarters of the time, and more where they would wait longer than CLEAR_S for it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from engine.state.inputs import ScheduledStep
 
 MIN_TOKENS: Final = 16
 """Prompt tokens of a step at least, whatever the objective: prompts come to their end."""
+CLEAR_S: Final = 0.5
+"""Time in which the waiting prompts shall be computed, where nothing else is asked for."""
+_SHARES: Final = 0.75, 0.9
+"""Least and greatest share of a step's time for prompts, where nothing else is asked for."""
 _NEWEST: Final = 0.2
 """Weight of the newest time in a mean."""
 _OUTLIER: Final = 4.0
@@ -24,23 +29,29 @@ _OUTLIER: Final = 4.0
 class PrefillPace:
     """Learns how long steps take, and limits the prompt tokens of the next step."""
 
-    def __init__(self, objective_s: float) -> None:
-        """`objective_s` is the longest time of a step with decoding requests."""
+    def __init__(self, objective_s: float | None = None) -> None:
+        """`objective_s` is the longest time of a step with decoding requests; None adapts it to rows and prompts."""
         self._objective_s = objective_s
         self._rows_s = _Means()
         self._token_s = _Means()
         self.last_limit = 0
         """Limit of the last step that had one, in tokens."""
 
-    def limit(self, num_decodes: int, context: int) -> int | None:
+    def limit(self, num_decodes: int, context: int, num_waiting: int) -> int | None:
         """Return the number of prompt tokens beside `num_decodes` rows, the first prompt token at position `context`.
 
-        None: no limit, as nothing decodes or nothing is known yet.
+        `num_waiting` prompt tokens could be computed now. None: no limit, as nothing decodes or nothing is known yet.
         """
         rows_s, token_s = self._rows_s.at(num_decodes), self._token_s.at(context)
         if not num_decodes or rows_s is None or token_s is None:
             return None
-        self.last_limit = max(MIN_TOKENS, int((self._objective_s - rows_s) / token_s))
+        if self._objective_s is not None:
+            left_s = self._objective_s - rows_s
+        else:
+            least, greatest = _SHARES
+            share = min(max(num_waiting * token_s / CLEAR_S, least), greatest)
+            left_s = rows_s * share / (1 - share)
+        self.last_limit = max(MIN_TOKENS, int(left_s / token_s))
         return self.last_limit
 
     def observe(self, step: ScheduledStep, seconds: float) -> None:

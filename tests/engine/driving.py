@@ -61,10 +61,11 @@ class Job:
 
 
 def make_engine(info: ModelInfo, num_blocks: int | None = None, block_size: int = 4, **options: Any) -> DecoderEngine:
-    """An engine with a pool of so many usable blocks."""
+    """An engine with a pool of so many usable blocks, whose steps do not depend on how long the last ones took."""
     if num_blocks is not None:
         options["kv_cache_bytes"] = kv_bytes(info, num_blocks, block_size)
-    return DecoderEngine(info, EngineConfig(**{"max_num_seqs": 16, "block_size": block_size, **options}))
+    usual = {"max_num_seqs": 16, "block_size": block_size, "itl_objective_ms": 0}
+    return DecoderEngine(info, EngineConfig(**{**usual, **options}))
 
 
 class Driver:

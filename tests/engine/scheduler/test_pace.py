@@ -45,9 +45,9 @@ def learned() -> tuple[PrefillPace, Device]:
 
 
 def test_nothing_is_limited_without_streams_or_before_anything_is_known() -> None:
-    assert PrefillPace(OBJECTIVE_S).limit(4, 0) is None
-    assert learned()[0].limit(0, 0) is None
-    assert learned()[0].limit(4, 0) is not None
+    assert PrefillPace(OBJECTIVE_S).limit(4, 0, 0) is None
+    assert learned()[0].limit(0, 0, 0) is None
+    assert learned()[0].limit(4, 0, 0) is not None
 
 
 @given(
@@ -66,7 +66,7 @@ def test_steps_with_prompts_keep_to_the_objective_and_use_it(
     for _ in range(3):
         device.run(pace, rows, 0)
     for _ in range(60):
-        limit = pace.limit(rows, context)
+        limit = pace.limit(rows, context, 0)
         assert limit is not None
         seconds = device.run(pace, rows, limit, context)
         device.run(pace, rows, 0)
@@ -77,23 +77,33 @@ def test_steps_with_prompts_keep_to_the_objective_and_use_it(
 def test_a_machine_that_becomes_slower_is_noticed_though_every_step_has_prompts() -> None:
     """Else prompts would get too much for ever."""
     pace, device = learned()
-    before = pace.limit(4, 0)
+    before = pace.limit(4, 0, 0)
     assert device.step_s(4, before or 0) == pytest.approx(OBJECTIVE_S, rel=0.1)
     slow = Device(3 * device.fixed_s, 3 * device.row_s, 3 * device.token_s)
     for _ in range(100):
-        slow.run(pace, 4, pace.limit(4, 0) or 0)
-    assert slow.step_s(4, pace.limit(4, 0) or 0) == pytest.approx(OBJECTIVE_S, rel=0.1)
+        slow.run(pace, 4, pace.limit(4, 0, 0) or 0)
+    assert slow.step_s(4, pace.limit(4, 0, 0) or 0) == pytest.approx(OBJECTIVE_S, rel=0.1)
 
 
 def test_a_single_stall_changes_little() -> None:
     pace, device = learned()
-    before = pace.limit(4, 0)
+    before = pace.limit(4, 0, 0)
     Device(fixed_s=5.0).run(pace, 4, 0)
     for _ in range(20):
         device.run(pace, 4, 0)
-    assert pace.limit(4, 0) == pytest.approx(before, rel=0.05)
+    assert pace.limit(4, 0, 0) == pytest.approx(before, rel=0.05)
 
 
 def test_sizes_that_never_ran_count_as_the_nearest() -> None:
     pace, _ = learned()
-    assert pace.limit(5, 0) == pace.limit(7, 3000) == pace.limit(4, 0)
+    assert pace.limit(5, 0, 0) == pace.limit(7, 3000, 0) == pace.limit(4, 0, 0)
+
+
+@pytest.mark.parametrize(("waiting_s", "times"), [(0.0, 4), (0.3, 4), (0.4, 5), (0.45, 10), (60.0, 10)])
+def test_without_an_objective_steps_last_longer_as_prompts_wait(waiting_s: float, times: float) -> None:
+    """Four times as long as without prompts, or as it takes to compute those that wait within half a second."""
+    pace, device = PrefillPace(), Device(token_s=0.0002)
+    device.run(pace, 4, 0)
+    pace.observe(ScheduledStep([SimpleNamespace(num_computed_tokens=1000)], [1000], []), 1000 * device.token_s)  # type: ignore[list-item]
+    limit = pace.limit(4, 0, int(waiting_s / device.token_s))
+    assert limit == pytest.approx((times - 1) * device.step_s(4, 0) / device.token_s, rel=0.02)
