@@ -12,7 +12,7 @@ import codecs
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -34,7 +34,7 @@ class Outcome:
     """One answered request. Times are seconds since the request was sent, or since its batch was handed in.
 
     `status` is the HTTP status, 0 without a whole answer; `error` says why there is no text. `ttft_s` is None where a
-    system does not tell.
+    system does not tell. `gaps_s` lie between the pieces of a stream.
     """
 
     text: str = ""
@@ -44,6 +44,7 @@ class Outcome:
     request_id: str = ""
     status: int = 200
     error: str = ""
+    gaps_s: Sequence[float] = ()
 
     @property
     def tpot_s(self) -> float:
@@ -107,7 +108,8 @@ async def _read(response: httpcore.Response, began_s: float) -> Outcome:
 
 
 async def _read_stream(response: httpcore.Response, request_id: str, began_s: float) -> Outcome:
-    text, ttft_s, num_tokens, status, error = "", None, 0, response.status, ""
+    text, num_tokens, status, error = "", 0, response.status, ""
+    times_s: list[float] = []
     async for event in read_events(_lines(response)):
         if event is None:
             continue
@@ -115,13 +117,15 @@ async def _read_stream(response: httpcore.Response, request_id: str, began_s: fl
             status, error = 500, str(event["error"])
         if piece := text_of(event):
             text += piece
-            ttft_s = ttft_s or time.perf_counter() - began_s
+            times_s.append(time.perf_counter())
         usage = event.get("usage") or {}
         num_tokens = int(usage.get("completion_tokens") or usage.get("output_tokens") or num_tokens)
     latency_s = time.perf_counter() - began_s
     if status == 200 and not num_tokens:
         num_tokens = len(text.split())  # of a server that sends no usage
-    return Outcome(text, num_tokens, latency_s, ttft_s or latency_s, request_id, status, error)
+    ttft_s = times_s[0] - began_s if times_s else latency_s
+    gaps_s = [after - before for before, after in itertools.pairwise(times_s)]
+    return Outcome(text, num_tokens, latency_s, ttft_s, request_id, status, error, gaps_s)
 
 
 async def _lines(response: httpcore.Response) -> AsyncIterator[str]:

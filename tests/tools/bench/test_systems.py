@@ -7,6 +7,7 @@ import pytest
 from launch.cluster.local_cluster import LocalCluster
 from services.process.handoff_trace import HOPS
 from tools.bench import __main__ as bench
+from tools.bench.interference import interference
 
 
 @pytest.mark.cluster
@@ -20,6 +21,8 @@ def test_a_cluster_and_servers_are_measured_and_every_hop_between_two_workers(
         addresses.append(cluster.base_url)
         servers = [f"one={cluster.base_url}", f"two={cluster.base_url}/=signpost"]
         bench.bench(["signpost"], in_flight="2", repetitions=1, requests=4, server=servers)
+        loaded = [f"loaded={cluster.base_url}=signpost"]
+        interference(server=loaded, streams=1, images=1, size=56, seconds=0.5, repetitions=1)
         stop(cluster)
 
     monkeypatch.setattr(LocalCluster, "stop", compare_before_stop)
@@ -31,4 +34,7 @@ def test_a_cluster_and_servers_are_measured_and_every_hop_between_two_workers(
     assert "nan" not in "".join(hops)
     assert [row.split(" | ")[1] for row in rows if row.startswith("| 2 ")] == ["one", "two"]
     assert all(row.endswith("4 of 4 |") for row in rows if row.startswith("| 2 "))
+    phases = [row.strip("| ").split(" | ") for row in rows if row.startswith("| loaded")]
+    assert [phase[1] for phase in phases] == ["alone", "beside images"]
+    assert [float(phase[-1]) > 0 for phase in phases] == [False, True]
     assert len(addresses) == 1
