@@ -42,9 +42,9 @@ def map_large_blocks() -> None:
 def reuse_large_blocks() -> None:
     """Take blocks of less than LARGEST_BYTES from the heap, and keep KEPT_BYTES of free memory at the heap's end.
 
-    For processes that receive tensors: ZMQ takes a block for each message, and the first touch of a new page takes
-    longer than a read from a socket. By default both limits grow with the largest freed block. Setting one limit ends
-    that adjustment, so both are set to its final values.
+    For workers: ZMQ takes a block for each message and PyTorch one for each activation, and the first touch of a new
+    page takes longer than a read from a socket or a copy. By default both limits grow with the largest freed block.
+    Setting one limit ends that adjustment, so both are set to its final values.
     """
     _set(_M_MMAP_THRESHOLD, LARGEST_BYTES)
     _set(_M_TRIM_THRESHOLD, KEPT_BYTES)
