@@ -81,6 +81,14 @@ class Served:
         usage = (completion.usage.completion_tokens, completion.usage.prompt_tokens)
         return Answer(text or "", strip(self.info, choice.token_ids), *usage, choice.finish_reason, completion.id)
 
+    async def choices(self, case: Case, **options: Any) -> list[Any]:
+        """All choices of one request to the end of its tokens, with further options of the API."""
+        extra = {"ignore_eos": True, **options.pop("extra_body", {}), **case.http.get("extra_body", {})}
+        async with self.client() as client:
+            create, usual = self._completion(client, case, 0)
+            extra |= usual.pop("extra_body")
+            return list((await create(**{**usual, **options, "extra_body": extra})).choices)
+
     async def stream(self, client: openai.AsyncOpenAI, case: Case, max_tokens: int, begun: asyncio.Event) -> Answer:
         """One request, its answer in pieces; `begun` is set at the first one, and at the end at the latest."""
         try:

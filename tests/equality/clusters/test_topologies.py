@@ -102,13 +102,15 @@ async def test_sampled_choices_and_their_log_probabilities_equal_those_of_llm(
     if setup.model == "whisper":
         pytest.skip("a transcription has one choice")
     case, llm = cases[1], LLM(served.info.folder)
-    answer = await _sample(served, case)
+    chat = "messages" in case.http
+    logprobs = {"logprobs": True, "top_logprobs": NUM_LOGPROBS} if chat else {"logprobs": NUM_LOGPROBS}
+    choices = await served.choices(case, **SAMPLED, **logprobs)
     (expected,) = llm.generate(
         prompt_of(served.info, case), SamplingParams(**SAMPLED, logprobs=NUM_LOGPROBS, ignore_eos=True)
     )
-    assert [choice.token_ids for choice in answer.choices] == [one.token_ids for one in expected.outputs]
-    assert len({tuple(choice.token_ids) for choice in answer.choices}) == 2
-    for choice, told in zip(answer.choices, _logprobs(expected), strict=True):
+    assert [choice.token_ids for choice in choices] == [one.token_ids for one in expected.outputs]
+    assert len({tuple(choice.token_ids) for choice in choices}) == 2
+    for choice, told in zip(choices, _logprobs(expected), strict=True):
         assert _told(choice) == pytest.approx(told, abs=1e-4)
     await served.wait_until_nothing_is_held()
 
@@ -130,15 +132,6 @@ def test_every_gauge_of_what_is_held_is_told_by_some_instance(served: Served, se
     told = {name for instance_id in served.cluster.instances for name in served.gauges(instance_id)}
     wanted = ENCODING_ITSELF if setup.topology == "1epd" else set(leak_check.GAUGES) - ENCODING_ITSELF
     assert wanted <= told
-
-
-async def _sample(served: Served, case: Case) -> Any:
-    extra = {"return_token_ids": True, "ignore_eos": True, **case.http.get("extra_body", {})}
-    async with served.client() as client:
-        chat = "messages" in case.http
-        create: Any = client.chat.completions.create if chat else client.completions.create
-        logprobs = {"logprobs": True, "top_logprobs": NUM_LOGPROBS} if chat else {"logprobs": NUM_LOGPROBS}
-        return await create(model=served.info.name, **{**case.http, "extra_body": extra}, **SAMPLED, **logprobs)
 
 
 def _logprobs(output: RequestOutput) -> list[list[float]]:
