@@ -189,11 +189,17 @@ def _draw(phases: dict[tuple[str, bool], Phase], file: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
     colours = {name: f"C{number}" for number, name in enumerate(dict.fromkeys(name for name, _ in phases))}
     for (name, beside), phase in phases.items():
-        gaps = phase.gaps_ms()
-        longer = 1 - np.arange(len(gaps)) / len(gaps)
+        longer = np.geomspace(1, 5e-4, 300)
+        gaps = np.quantile(phase.gaps_ms(), 1 - longer)
         label = f"{name}, beside images" if beside else f"{name}, text alone"
         axes.plot(gaps, longer, color=colours[name], linestyle="-" if beside else ":", label=label)
-    axes.set(xscale="log", yscale="log", xlabel="gap between two tokens of a stream, ms", ylabel="share of longer gaps")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlim=(3, None),
+        xlabel="gap between two tokens of a stream, ms",
+        ylabel="share of longer gaps",
+    )
     axes.grid(visible=True, alpha=0.3)
     axes.legend(fontsize=8)
     figure.savefig(file)
