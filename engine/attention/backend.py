@@ -5,8 +5,11 @@ Two kinds of attention, one interface:
     self     paged, causal      keys of this step are written first, then every query sees the past of its request
     cross    paged, not causal  keys were written when the request began; every query sees all, or its key range
 
-Encoders have no cache: sequences laid end to end, each of which sees itself in both directions (`flashinfer_ragged.py`,
+Encoders have no cache: sequences laid end to end, each of which sees itself in both directions (`flashinfer/ragged.py`,
 and `TorchBackend` for what is left over there).
+
+A model adds a bias to the scores of either kind, or masks keys (`engine.state.bias`). Encoders' layers pass theirs as
+transformers' do (`engine.encoders.attention`).
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ import torch
 
 from engine.attention.metadata import AttentionMetadata, common_keys, num_blocks
 from engine.device.h2d import send
-from engine.state.spec import HeadSpec, IntArray, PositionBias
+from engine.state.bias import AttentionBias
+from engine.state.spec import HeadSpec, IntArray
 
 
 class DecodePlan(ABC):
@@ -89,7 +93,7 @@ class AttentionBackend(ABC):
         plan: Any,
         *,
         scale: float | None = None,
-        bias: PositionBias | None = None,
+        bias: AttentionBias | None = None,
         window: int | None = None,
     ) -> torch.Tensor:
         """query [num_tokens, num_heads, head_dim] -> the same shape.
@@ -160,7 +164,7 @@ class PagedAttentionContext:
         value: torch.Tensor,
         *,
         scale: float | None = None,
-        bias: PositionBias | None = None,
+        bias: AttentionBias | None = None,
         window: int | None = None,
     ) -> torch.Tensor:
         """Write this step's keys and values, then attend causally. Shapes: [num_tokens, heads, head_dim]."""
@@ -168,6 +172,8 @@ class PagedAttentionContext:
         self.backend.write(cache, key, value, self.slot_mapping)
         return self.backend.run(query, cache, self.self_plan, scale=scale, bias=bias, window=window)
 
-    def cross_attention(self, layer: int, query: torch.Tensor, *, scale: float | None = None) -> torch.Tensor:
+    def cross_attention(
+        self, layer: int, query: torch.Tensor, *, scale: float | None = None, bias: AttentionBias | None = None
+    ) -> torch.Tensor:
         """Attend to the visible encoder keys of each token. Shape: [num_tokens, num_heads, head_dim]."""
-        return self.backend.run(query, self.caches[layer], self.cross_plan, scale=scale)
+        return self.backend.run(query, self.caches[layer], self.cross_plan, scale=scale, bias=bias)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from common.telemetry import Counter
+from engine.state.request import Request
 from engine.state.spec import IntArray
 
 BoolArray = npt.NDArray[np.bool_]
@@ -34,6 +36,10 @@ class AttentionMetadata:
     host_table       block_table on the host, where the runner has it; `table` brings it there otherwise
     after_input      [num_tokens] on the host, for cross-attention: whether an input stands at a token or before it;
                      None where one does for all of them
+    num_computed_tokens
+                     [num_requests]: position of each request's first token; None where the tokens are the last of the
+                     keys (self-attention), or nobody asks (cross-attention without a bias)
+    requests         [num_requests], for biases by request; None where nobody asks
     """
 
     query_start_loc: list[int]
@@ -46,6 +52,8 @@ class AttentionMetadata:
     key_ranges: IntArray | None = None
     after_input: BoolArray | None = None
     host_table: IntArray | None = None
+    num_computed_tokens: list[int] | None = None
+    requests: Sequence[Request] | None = None
 
     @property
     def num_requests(self) -> int:
@@ -58,6 +66,20 @@ class AttentionMetadata:
             return self.host_table
         table: IntArray = self.block_table.cpu().numpy()
         return table
+
+    @property
+    def counts(self) -> IntArray:
+        """Number of tokens of each request, [num_requests]."""
+        return np.diff(self.query_start_loc)
+
+    @property
+    def positions(self) -> IntArray:
+        """Position of each token in its sequence, [num_tokens]."""
+        counts, known = self.counts, self.num_computed_tokens
+        first = np.asarray(self.seq_lens, np.int64) - counts if known is None else np.asarray(known, np.int64)
+        steps = np.arange(self.query_start_loc[-1]) - np.repeat(self.query_start_loc[:-1], counts)
+        positions: IntArray = np.repeat(first, counts) + steps
+        return positions
 
     def decodes(self) -> AttentionMetadata:
         """The part of the requests with a single query token: tokens 0 .. num_decodes."""
@@ -80,6 +102,8 @@ class AttentionMetadata:
             key_ranges=None if self.key_ranges is None else self.key_ranges[first:last],
             after_input=None if self.after_input is None else self.after_input[first:last],
             host_table=None if self.host_table is None else self.host_table[begin:end],
+            num_computed_tokens=None if self.num_computed_tokens is None else self.num_computed_tokens[begin:end],
+            requests=None if self.requests is None else self.requests[begin:end],
         )
 
 
@@ -105,10 +129,12 @@ def common_keys(metadata: AttentionMetadata) -> IntArray | None:
 
 
 def is_same_batch(one: AttentionMetadata | None, other: AttentionMetadata) -> bool:
-    """Whether two batches of cross-attention read the same keys for the same tokens."""
+    """Whether two batches of cross-attention read the same keys for the same tokens, with the same bias."""
     if one is None or one is other:
         return one is other
     if one.query_start_loc != other.query_start_loc or one.seq_lens != other.seq_lens:
+        return False
+    if one.num_computed_tokens != other.num_computed_tokens or one.requests != other.requests:
         return False
     if (one.key_ranges is None) != (other.key_ranges is None):
         return False

@@ -10,7 +10,7 @@ import torch
 from engine.attention.backend import AttentionBackend
 from engine.attention.metadata import AttentionMetadata
 from engine.native import ops
-from engine.state.spec import PositionBias
+from engine.state.bias import AttentionBias, bias_values
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class _NativePlan:
     tables: torch.Tensor
     key_ranges: torch.Tensor
     windowed: dict[int, torch.Tensor] = field(default_factory=dict)
-    biases: dict[PositionBias, torch.Tensor] = field(default_factory=dict)
+    biases: dict[AttentionBias, torch.Tensor] = field(default_factory=dict)
 
 
 class NativeBackend(AttentionBackend):
@@ -55,12 +55,12 @@ class NativeBackend(AttentionBackend):
         plan: _NativePlan,
         *,
         scale: float | None = None,
-        bias: PositionBias | None = None,
+        bias: AttentionBias | None = None,
         window: int | None = None,
     ) -> torch.Tensor:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         ranges = plan.key_ranges if window is None or not plan.metadata.causal else _within(plan, window)
-        offsets = None if bias is None else _evaluated(plan, bias)
+        offsets = None if bias is None else _evaluated(plan, bias, query.shape[1])
         return ops.paged_attention(_dense_heads(query), cache, plan.tables, ranges, scale, offsets)
 
     def write(self, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -80,10 +80,12 @@ def _within(plan: _NativePlan, window: int) -> torch.Tensor:
     return ranges
 
 
-def _evaluated(plan: _NativePlan, bias: PositionBias) -> torch.Tensor:
-    """Return [num_heads, num_tokens, max_len] in float32; the tokens are the last of each sequence."""
+def _evaluated(plan: _NativePlan, bias: AttentionBias, num_heads: int) -> torch.Tensor:
+    """Return [num_heads, num_tokens, max_len] in float32."""
     values = plan.biases.get(bias)
     if values is None:
-        lens = plan.key_ranges[:, 1]
-        values = plan.biases[bias] = bias(lens - 1, torch.arange(int(lens.max()))).float().contiguous()
+        metadata, keys = plan.metadata, torch.arange(int(plan.key_ranges[:, 1].max()))
+        positions, counts = torch.from_numpy(metadata.positions), metadata.counts.tolist()
+        values = bias_values(bias, positions, keys, metadata.requests, counts).float()
+        values = plan.biases[bias] = values.expand(num_heads, -1, -1).contiguous()
     return values

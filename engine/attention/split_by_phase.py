@@ -14,7 +14,8 @@ import torch
 
 from engine.attention.backend import AttentionBackend, DecodePlan
 from engine.attention.metadata import AttentionMetadata
-from engine.state.spec import HeadSpec, PositionBias
+from engine.state.bias import AttentionBias
+from engine.state.spec import HeadSpec
 
 FEW_TOKENS: Final = 8
 """Up to here the tokens of a request are computed one by one, as decodes."""
@@ -58,7 +59,7 @@ class PhasedBackend(AttentionBackend):
         plan: _PhasePlan | DecodePlan,
         *,
         scale: float | None = None,
-        bias: PositionBias | None = None,
+        bias: AttentionBias | None = None,
         window: int | None = None,
     ) -> torch.Tensor:
         if isinstance(plan, DecodePlan):

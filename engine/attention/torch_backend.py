@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from engine.attention.backend import AttentionBackend, DecodePlan
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.torch_fixed import MAX_KEYS, TorchDecodePlan
-from engine.attention.visible import Visible, attend_once, causal_keys, decode_mask, keys_in_ranges
+from engine.attention.visible import Visible, attend_once, causal_keys, decode_mask, grouped, keys_in_ranges
 from engine.device.h2d import send
 from engine.native import ops
-from engine.state.spec import HeadSpec, PositionBias
+from engine.state.bias import AttentionBias, bias_values
+from engine.state.spec import HeadSpec
 
 CPU = torch.device("cpu")
 GATHER_WASTE = 2.0
@@ -57,7 +58,7 @@ class _TorchPlan:
     dtype: torch.dtype
     num_batched: int
     batched_blocks: torch.Tensor | None  # [num_batched * max_blocks]
-    masked: dict[tuple[PositionBias | None, int | None], _Masked] = field(default_factory=dict)
+    masked: dict[tuple[AttentionBias | None, int | None], _Masked] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,6 @@ class _Alike:
 @dataclass(frozen=True)
 class _RaggedPlan:
     groups: list[_Alike]
-    biases: dict[tuple[PositionBias, int], torch.Tensor] = field(default_factory=dict)
 
 
 class TorchBackend(AttentionBackend):
@@ -100,7 +100,7 @@ class TorchBackend(AttentionBackend):
         plan: _TorchPlan | DecodePlan,
         *,
         scale: float | None = None,
-        bias: PositionBias | None = None,
+        bias: AttentionBias | None = None,
         window: int | None = None,
     ) -> torch.Tensor:
         if isinstance(plan, TorchDecodePlan):
@@ -172,7 +172,6 @@ class TorchBackend(AttentionBackend):
         plan: _RaggedPlan,
         *,
         scale: float | None = None,
-        bias: PositionBias | None = None,
     ) -> torch.Tensor:
         """Compute encoder attention: every token sees all tokens of the same sequence.
 
@@ -180,19 +179,12 @@ class TorchBackend(AttentionBackend):
         """
         out = torch.empty_like(query)
         for alike in plan.groups:
-            mask, shape = None, (alike.count, alike.length)
-            if bias is not None:
-                mask = plan.biases.get((bias, alike.length))
-                if mask is None:
-                    positions = torch.arange(alike.length, device=query.device)
-                    mask = plan.biases[bias, alike.length] = bias(positions, positions).to(query.dtype)
+            shape = (alike.count, alike.length)
             queries, keys, values = (
                 x[alike.rows].view(*shape, *x.shape[1:]).transpose(1, 2) for x in (query, key, value)
             )
             gqa = query.shape[1] != key.shape[1]
-            attended = F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=gqa
-            )
+            attended = F.scaled_dot_product_attention(queries, keys, values, scale=scale, enable_gqa=gqa)
             attended = attended.transpose(1, 2).flatten(0, 1)
             if len(plan.groups) == 1:
                 return attended
@@ -208,13 +200,16 @@ def _num_batched(metadata: AttentionMetadata) -> int:
     return metadata.num_decodes if max(lens) * len(lens) <= GATHER_WASTE * sum(lens) + 1024 else 0
 
 
-def _mask(plan: _TorchPlan, bias: PositionBias | None, window: int | None, num_kv_heads: int) -> _Masked:
+def _mask(plan: _TorchPlan, bias: AttentionBias | None, window: int | None, num_kv_heads: int) -> _Masked:
     batched = None
     if plan.batched_blocks is not None:
-        device = plan.metadata.block_table.device
-        [lens] = send(device, np.asarray(plan.metadata.seq_lens[: plan.num_batched], np.int64))
-        max_len = plan.batched_blocks.numel() // plan.num_batched * plan.block_size
-        batched = decode_mask(lens, max_len, plan.dtype, num_kv_heads, bias, window)
+        metadata, count = plan.metadata, plan.num_batched
+        [lens] = send(metadata.block_table.device, np.asarray(metadata.seq_lens[:count], np.int64))
+        max_len, values = plan.batched_blocks.numel() // count * plan.block_size, None
+        if bias is not None:
+            requests = None if metadata.requests is None else metadata.requests[:count]
+            values = bias_values(bias, lens - 1, torch.arange(max_len, device=lens.device), requests, [1] * count)
+        batched = decode_mask(lens, max_len, plan.dtype, num_kv_heads, values, window)
     rows = [
         _plan_row(plan, index, bias, window, num_kv_heads)
         for index in range(plan.num_batched, plan.metadata.num_requests)
@@ -223,7 +218,7 @@ def _mask(plan: _TorchPlan, bias: PositionBias | None, window: int | None, num_k
 
 
 def _plan_row(
-    plan: _TorchPlan, index: int, bias: PositionBias | None, window: int | None, num_kv_heads: int
+    plan: _TorchPlan, index: int, bias: AttentionBias | None, window: int | None, num_kv_heads: int
 ) -> _Single:
     metadata, block_size = plan.metadata, plan.block_size
     start, end = metadata.query_start_loc[index], metadata.query_start_loc[index + 1]
@@ -235,10 +230,12 @@ def _plan_row(
         visible = keys_in_ranges(end - start, seq_len, ranges, device)
     mask = visible.additive_mask(plan.dtype)
     if bias is not None:
-        queries = torch.arange(seq_len - (end - start), seq_len, device=device)
-        mask = visible.biased_mask(bias, queries, plan.dtype)[None]
+        [queries] = send(device, metadata.positions[start:end])
+        keys = torch.arange(visible.first, visible.last, device=device)
+        requests = None if metadata.requests is None else metadata.requests[index : index + 1]
+        mask = visible.biased_mask(bias_values(bias, queries, keys, requests, [end - start]), plan.dtype)[None]
         if end - start == 1:
-            mask = mask.view(1, num_kv_heads, -1, mask.shape[-1])
+            mask = grouped(mask, num_kv_heads)
     first_block, last_block = visible.first // block_size, -(-visible.last // block_size)
     ids = metadata.block_lists[index][first_block:last_block]
     consecutive = all(b - a == 1 for a, b in pairwise(ids))

@@ -11,14 +11,15 @@ from engine.attention.backend import DecodePlan
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.visible import attend_once, decode_mask
 from engine.device.h2d import overwrite
-from engine.state.spec import IntArray, PositionBias
+from engine.state.bias import AttentionBias, bias_values
+from engine.state.spec import IntArray
 
 MAX_KEYS: Final = 2**18
 """Of a batch, padding included: with more, a replayed step would take longer than the kernels of an eager one."""
 
 
 class TorchDecodePlan(DecodePlan):
-    """A block table and the number of keys per request; the device derives the mask."""
+    """A block table, the number of keys and the position per request; the device derives the mask."""
 
     def __init__(
         self, num_requests: int, max_blocks: int, block_size: int, device: torch.device, *, causal: bool
@@ -26,6 +27,7 @@ class TorchDecodePlan(DecodePlan):
         super().__init__(num_requests, max_blocks, block_size, causal=causal)
         self._table = torch.zeros(num_requests, max_blocks, dtype=torch.int64, device=device)
         self._num_keys = torch.zeros(num_requests, dtype=torch.int64, device=device)
+        self._positions = torch.zeros_like(self._num_keys)
 
     def _update(self, metadata: AttentionMetadata, num_keys: IntArray) -> None:
         table = np.zeros(self._table.shape, np.int64)
@@ -33,13 +35,14 @@ class TorchDecodePlan(DecodePlan):
         table[:, :width] = metadata.table[:, :width]
         overwrite(self._table, table)
         overwrite(self._num_keys, num_keys)
+        overwrite(self._positions, metadata.positions)
 
     def run(
         self,
         query: torch.Tensor,
         cache: torch.Tensor,
         scale: float | None,
-        bias: PositionBias | None,
+        bias: AttentionBias | None,
         window: int | None,
     ) -> torch.Tensor:
         """query [num_requests, num_heads, head_dim] -> the same shape."""
@@ -48,7 +51,10 @@ class TorchDecodePlan(DecodePlan):
         keys, values = (
             cache[side][self._table].view(num_requests, -1, num_kv_heads, head_dim).transpose(1, 2) for side in (0, 1)
         )
-        seen = window if self.causal else None
-        mask = decode_mask(self._num_keys, keys.shape[2], query.dtype, num_kv_heads, bias, seen)
+        max_keys, seen, addends = keys.shape[2], window if self.causal else None, None
+        if bias is not None:
+            places = torch.arange(max_keys, device=query.device)
+            addends = bias_values(bias, self._positions, places, None, [1] * num_requests)
+        mask = decode_mask(self._num_keys, max_keys, query.dtype, num_kv_heads, addends, seen)
         attended = attend_once(query, keys, values, mask, scale)
         return attended if self.causal else attended.masked_fill((self._num_keys == 0)[:, None, None], 0)

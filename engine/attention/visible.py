@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.device.h2d import send
-from engine.state.spec import IntArray, PositionBias
+from engine.state.spec import IntArray
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,9 @@ class Visible:
         mask = torch.zeros(self.hidden.shape, dtype=dtype, device=self.hidden.device)
         return mask.masked_fill_(self.hidden, float("-inf"))
 
-    def biased_mask(self, bias: PositionBias, query_positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[num_heads, num_queries, num_keys]: the bias, and -inf for hidden pairs."""
-        keys = torch.arange(self.first, self.last, device=query_positions.device)
-        mask = bias(query_positions, keys).to(dtype)
+    def biased_mask(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[num_heads or 1, num_queries, num_keys]: a bias's `values` of the same shape, and -inf for hidden pairs."""
+        mask = values.to(dtype)
         return mask if self.hidden is None else mask.masked_fill(self.hidden, float("-inf"))
 
 
@@ -76,24 +75,30 @@ def decode_mask(
     max_keys: int,
     dtype: torch.dtype,
     num_kv_heads: int,
-    bias: PositionBias | None,
+    values: torch.Tensor | None,
     window: int | None,
 ) -> torch.Tensor:
     """Return the mask of a token per request, of `num_keys` [num_requests] keys each, for `attend_once`.
 
-    0 or the bias for existing keys within the window, -inf for all others: [num_requests, 1 or num_kv_heads, 1 or heads
-    per group, max_keys]. Requests without keys see the first one, for a softmax over nothing would be NaN.
+    0, or a bias's `values` [num_heads or 1, num_requests, max_keys], for existing keys within the window, -inf for all
+    others: [num_requests, 1 or num_kv_heads, 1 or heads per group, max_keys]. Requests without keys see the first one,
+    for a softmax over nothing would be NaN.
     """
     keys = torch.arange(max_keys, device=num_keys.device)
     hidden = keys >= num_keys[:, None].clamp(min=1)
     if window is not None:
         hidden |= keys < num_keys[:, None] - window
-    if bias is None:
+    if values is None:
         mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
         return mask.masked_fill_(hidden, float("-inf"))[:, None, None]
-    biases = bias(num_keys - 1, keys).to(dtype)  # [num_heads, num_requests, max_keys]
-    biases = biases.masked_fill(hidden, float("-inf")).transpose(0, 1)
-    return biases.reshape(len(num_keys), num_kv_heads, -1, max_keys)
+    return grouped(values.to(dtype).masked_fill(hidden, float("-inf")).transpose(0, 1), num_kv_heads)
+
+
+def grouped(mask: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """[n, num_heads or 1, num_keys] or [n, num_heads or 1, 1, num_keys] -> as `attend_once` takes a mask."""
+    num_heads = mask.shape[1]
+    groups = min(num_kv_heads, num_heads), max(1, num_heads // num_kv_heads)
+    return mask.reshape(len(mask), *groups, mask.shape[-1])
 
 
 def attend_once(

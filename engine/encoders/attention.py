@@ -3,6 +3,10 @@
 transformers asks a registered function for attention by the name in the module's configuration. A name with "flash" in
 it makes the towers of Qwen2-VL and its successors report the starts of images and windows (`cu_seq_lens_q`), instead of
 calling once for each. All sequences of a batch then run in a single launch.
+
+Layers pass the mask or bias of each item as transformers' own do: `attention_mask` [batch, 1 or num_heads, size, size],
+bool (True: seen) or addends, and T5's as `position_bias`. PyTorch computes these; on CUDA FlashInfer takes bool masks
+that are the same for all heads.
 """
 
 from __future__ import annotations
@@ -16,13 +20,14 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from common.telemetry import get_logger
-from engine.attention.flashinfer.paged_batch import RaggedBatch
+from engine.attention.flashinfer.paged_batch import Masked, RaggedBatch
 from engine.attention.flashinfer.ragged import FlashInferRagged
 from engine.attention.flashinfer.wrappers import RAGGED_WORKSPACE_BYTES, Workspace, load_flashinfer
 from engine.attention.select import kernels_missing
 from engine.models.base import EncoderModel
 from engine.native import ops
 from engine.native.build import KernelsUnavailableError
+from engine.state.spec import HeadSpec
 
 CPU_NAME: Final = "triptych_encoder"
 FLASH_NAME: Final = "triptych_flash_encoder"
@@ -38,8 +43,10 @@ def use_kernels(encoder: EncoderModel, device: torch.device, dtype: torch.dtype,
     """
     if attention_backend == "torch":
         return True
-    if device.type == "cuda" and dtype != torch.float32 and encoder.unmasked is not None:
-        return use_flashinfer(encoder.unmasked, device)
+    if device.type == "cuda" and dtype != torch.float32:
+        if encoder.unmasked is not None:
+            return use_flashinfer(encoder.unmasked, device)
+        log.info("the encoder computes attention with PyTorch", reason="it masks padding, or adds a bias")
     if device.type == "cpu" and dtype == torch.bfloat16:
         try:
             ops.enable()
@@ -65,7 +72,8 @@ def attend(
 
     What the kernel does not serve goes to PyTorch's attention, as without us.
     """
-    if attention_mask is None and dropout == 0.0 and ops.serves_dense(query, key, value):
+    plain = attention_mask is None and more.get("position_bias") is None and dropout == 0.0
+    if plain and ops.serves_dense(query, key, value):
         return ops.dense_attention(query, key, value, scaling or query.shape[-1] ** -0.5), None
     attended, _ = sdpa_attention_forward(
         module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **more
@@ -120,6 +128,11 @@ def _try(ragged: FlashInferRagged, module: PreTrainedModel, device: torch.device
         torch.cuda.synchronize(device)
 
 
+def _adds(mask: Tensor | None, position_bias: Tensor | None) -> bool:
+    """Return whether layers add to scores, or mask each head in another way: more than a mask of FlashInfer says."""
+    return position_bias is not None or (mask is not None and (mask.dtype != torch.bool or mask.shape[1] > 1))
+
+
 class EncoderAttention:
     """The attention function for transformers' layers. Sequences of a forward pass are planned once for all layers."""
 
@@ -127,6 +140,7 @@ class EncoderAttention:
         self._ragged, self._device = ragged, device
         self._whole: tuple[tuple[int, int], RaggedBatch] | None = None
         self._parts: list[tuple[Tensor, RaggedBatch]] = []
+        self._masks: list[tuple[Tensor, Masked]] = []
 
     def __call__(
         self,
@@ -144,13 +158,18 @@ class EncoderAttention:
 
         `cu_seq_lens_q` [n + 1]: where sequences begin in a batch of one, and the last one ends.
         """
-        if attention_mask is not None or dropout != 0.0:
+        batch, num_heads, size, head_dim = query.shape
+        heads = HeadSpec(num_heads, key.shape[1], head_dim, biased=_adds(attention_mask, more.get("position_bias")))
+        masked = attention_mask is not None or heads.biased
+        if dropout != 0.0 or (masked and not self._ragged.serves(heads, query.dtype)):
             attended, _ = sdpa_attention_forward(
                 module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **more
             )
             return attended, None
-        batch, _, size, _ = query.shape
-        sequences = self._sequences(batch, size) if cu_seq_lens_q is None else self._between(cu_seq_lens_q)
+        if attention_mask is not None:
+            sequences: RaggedBatch | Masked = self._under(attention_mask, batch, size)
+        else:
+            sequences = self._sequences(batch, size) if cu_seq_lens_q is None else self._between(cu_seq_lens_q)
         query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         out = self._ragged.run(query, key, value, sequences, scale=scaling)
         return out.view(batch, size, *out.shape[1:]), None
@@ -159,6 +178,13 @@ class EncoderAttention:
         if self._whole is None or self._whole[0] != (batch, size):
             self._whole = (batch, size), RaggedBatch([size] * batch, self._device)
         return self._whole[1]
+
+    def _under(self, mask: Tensor, batch: int, size: int) -> Masked:
+        """Return the sequences under a mask, [batch or 1, 1, size, size]. Layers pass the same tensor."""
+        if not self._masks or self._masks[0][0] is not mask:
+            flat = mask.expand(batch, 1, size, size).reshape(-1)
+            self._masks = [(mask, Masked(self._sequences(batch, size), flat))]
+        return self._masks[0][1]
 
     def _between(self, starts: Tensor) -> RaggedBatch:
         """Return the boundaries of images or, in Qwen2.5-VL, windows. Layers pass the same tensors: values are fetched

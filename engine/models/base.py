@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.processors import ProcessedInput
-from engine.state.spec import DecoderSpec, PositionBias
+from engine.state.bias import AttentionBias
+from engine.state.spec import DecoderSpec
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class AttentionContext(Protocol):
         value: Tensor,
         *,
         scale: float | None = None,
-        bias: PositionBias | None = None,
+        bias: AttentionBias | None = None,
         window: int | None = None,
     ) -> Tensor:
         """Write key and value to the cache, then attend causally within each sequence.
@@ -53,11 +54,13 @@ class AttentionContext(Protocol):
         the last `window` tokens, itself included.
         """
 
-    def cross_attention(self, layer: int, query: Tensor, *, scale: float | None = None) -> Tensor:
+    def cross_attention(
+        self, layer: int, query: Tensor, *, scale: float | None = None, bias: AttentionBias | None = None
+    ) -> Tensor:
         """Attend to the visible encoder rows of each token, by default all rows of the request.
 
-        query [num_tokens, num_heads, head_dim] -> the same. `layer` counts cross-attention layers. A token that sees
-        no row gets zeros.
+        query [num_tokens, num_heads, head_dim] -> the same; `scale` and `bias` as above. `layer` counts cross-attention
+        layers. A token that sees no row gets zeros.
         """
 
 

@@ -21,7 +21,9 @@ from engine.models.base import (
 )
 from engine.models.checkpoint import Checkpoint
 from engine.models.layers import Linear, RMSNorm, activation, linear
-from engine.state.spec import DecoderSpec, PositionBias
+from engine.state.bias import AttentionBias
+from engine.state.request import Request
+from engine.state.spec import DecoderSpec
 
 DECODER_LAYOUT = CheckpointLayout(
     prefixes={"decoder.": "", "shared.": "embed_tokens.", "lm_head.": "lm_head."},
@@ -74,7 +76,7 @@ class T5Decoder(DecoderModel):
             vocab_size=vocab_size,
             max_model_len=info.max_model_len,
             num_cross_layers=num_layers,
-            position_bias=True,
+            biased=("self",),
         )
         self.layout = DECODER_LAYOUT
         self.scales_output = bool(config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True)))
@@ -121,7 +123,7 @@ class T5Decoder(DecoderModel):
         return sources
 
 
-class RelativeBias(nn.Module):
+class RelativeBias(nn.Module, AttentionBias):
     """The bias of each head by how far back a key is (Raffel et al., 2019, section 2.1).
 
     Half of the buckets are single distances, the others grow logarithmically up to `max_distance` tokens, and the
@@ -134,11 +136,10 @@ class RelativeBias(nn.Module):
         with torch.device("cpu"):  # also while the model around it is built without memory
             self._bucket_of = bucket_of_distance(num_buckets, max_distance)
 
-    def forward(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        """[q], [k] -> [num_heads, q, k]"""
-        if self._bucket_of.device != query_positions.device:
-            self._bucket_of = self._bucket_of.to(query_positions.device)
-        distances = query_positions[:, None] - key_positions[None]
+    def values(self, queries: Tensor, keys: Tensor, request: Request | None) -> Tensor:
+        if self._bucket_of.device != queries.device:
+            self._bucket_of = self._bucket_of.to(queries.device)
+        distances = queries[:, None] - keys[None]
         buckets = self._bucket_of[distances.clamp_(0, len(self._bucket_of) - 1)]
         return F.embedding(buckets, self.weight).permute(2, 0, 1)
 
@@ -178,7 +179,7 @@ class T5Layer(nn.Module):
         self.wi_gated = Linear(size, 2 * ffn_dim, bias=False) if is_gated else None
         self.wo = Linear(ffn_dim, size, bias=False)
 
-    def forward(self, hidden: Tensor, attention: AttentionContext, bias: PositionBias) -> Tensor:
+    def forward(self, hidden: Tensor, attention: AttentionContext, bias: AttentionBias) -> Tensor:
         num_tokens = len(hidden)
         qkv = self.qkv_proj(self.self_norm(hidden)).view(num_tokens, 3, *self.heads)
         attended = attention.self_attention(self.index, *qkv.unbind(1), scale=1.0, bias=bias)

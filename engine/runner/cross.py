@@ -50,10 +50,11 @@ class CrossBatch:
 
     Their block tables, as one array, are kept while the batch stays as it is: in steady decoding nothing is prepared,
     and nothing sent to the device. `inputs_in_prompt`: what a token reads depends on where it stands (Mllama).
+    `biased`: so does an addend or mask, which may differ by request.
     """
 
-    def __init__(self, device: torch.device, *, inputs_in_prompt: bool) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, *, inputs_in_prompt: bool, biased: bool) -> None:
+        self._device, self._biased = device, biased
         self._inputs_in_prompt = inputs_in_prompt
         self._lists: list[list[int]] = []
         self._table: IntArray = np.zeros((0, 0), np.int64)
@@ -83,6 +84,8 @@ class CrossBatch:
             key_ranges=ranges,
             after_input=after,
             host_table=self._table,
+            num_computed_tokens=inputs.num_computed_tokens.tolist() if self._biased else None,
+            requests=requests if self._biased else None,
         )
 
     def _update(self, lists: list[list[int]]) -> None:

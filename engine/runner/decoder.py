@@ -90,7 +90,8 @@ class DecoderRunner:
         self.graphs: DecodeGraphs | None = None
         self._cross: CrossBatch | None = None
         if self.spec.has_cross_attention:
-            self._cross = CrossBatch(self.device, inputs_in_prompt=not info.is_encoder_decoder)
+            in_prompt, biased = not info.is_encoder_decoder, "cross" in self.spec.biased
+            self._cross = CrossBatch(self.device, inputs_in_prompt=in_prompt, biased=biased)
         self.caches: list[torch.Tensor] = []
 
     def allocate(self, memory: MemoryReport) -> None:

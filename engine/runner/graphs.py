@@ -195,10 +195,10 @@ def _record(parts: GraphParts, size: int, recorder: Recorder) -> _Recording | No
 
 def _make_plans(parts: GraphParts, size: int) -> tuple[DecodePlan, DecodePlan | None] | None:
     spec, cache = parts.model.spec, parts.caches[0]
-    heads = HeadSpec(spec.num_heads, spec.num_kv_heads, spec.head_dim, biased=spec.position_bias)
+    heads = HeadSpec(spec.num_heads, spec.num_kv_heads, spec.head_dim)
 
     def make(max_blocks: int, *, causal: bool) -> DecodePlan | None:
-        own = replace(heads, biased=heads.biased and causal)  # positions bias what a decoder reads of itself alone
+        own = replace(heads, biased=("self" if causal else "cross") in spec.biased)
         return parts.backend.make_decode_plan(size, max_blocks, cache.shape[2], cache.dtype, own, causal=causal)
 
     own = make(parts.max_blocks, causal=True)
@@ -215,7 +215,7 @@ def padded(metadata: AttentionMetadata, size: int) -> AttentionMetadata:
     blocks, num_keys = ([0], 1) if metadata.causal else ([], 0)
     whole = np.zeros((size, max(1, table.shape[1])), np.int64)
     whole[:num_requests, : table.shape[1]] = table
-    ranges, after = metadata.key_ranges, metadata.after_input
+    ranges, after, first = metadata.key_ranges, metadata.after_input, metadata.num_computed_tokens
     return replace(
         metadata,
         query_start_loc=list(range(size + 1)),
@@ -227,6 +227,8 @@ def padded(metadata: AttentionMetadata, size: int) -> AttentionMetadata:
         key_ranges=None if ranges is None else np.pad(ranges, ((0, more), (0, 0))),
         after_input=None if after is None else np.pad(after, (0, more)),
         host_table=whole,
+        num_computed_tokens=None if first is None else first + [0] * more,
+        requests=None,
     )
 
 

@@ -83,6 +83,7 @@ def self_metadata(
         causal=True,
         num_decodes=step.num_decodes,
         host_table=inputs.block_table,
+        requests=[sequence.request for sequence in step.sequences],
     )
 
 

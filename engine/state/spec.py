@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
-
-PositionBias: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""An additive attention bias by position: (query positions [q], key positions [k]) -> [num_heads, q, k] (T5).
-
-Backends evaluate the bias once per request and step and key the result by the object: a model passes the same object in
-every layer."""
 
 Table: TypeAlias = Literal["self", "cross"]
 """The KV of a request's tokens, or the KV that its cross-attention reads."""
@@ -28,8 +20,9 @@ class DecoderSpec:
 
     Layers of self-attention and of cross-attention are counted apart: a block of the KV cache belongs to one kind, and
     both kinds use the first of `num_caches` tensors. `encoder_width` is the row width of encoder outputs.
-    Of the `num_embeddings` token ids allowed in a prompt, the first `vocab_size` can be generated. With
-    `position_bias`, self-attention adds a bias by position. `windows` lists its distinct windows; None means all keys.
+    Of the `num_embeddings` token ids allowed in a prompt, the first `vocab_size` can be generated. `biased`
+    names the kinds of attention with a bias or mask. `windows` lists the distinct windows of self-attention; None means
+    all keys.
     """
 
     num_layers: int
@@ -43,7 +36,7 @@ class DecoderSpec:
     mrope_section: tuple[int, int, int] | None = None
     encoder_hidden_size: int | None = None
     extra_embeddings: int = 0
-    position_bias: bool = False
+    biased: tuple[Table, ...] = ()
     windows: tuple[int | None, ...] = (None,)
 
     @property
@@ -68,7 +61,7 @@ class DecoderSpec:
 class HeadSpec:
     """The heads of a decoder's attention layers.
 
-    With `biased`, self-attention adds a bias by position (T5). `windows` lists the distinct windows of self-attention;
+    With `biased`, attention adds a bias, or masks keys. `windows` lists the distinct windows of self-attention;
     None means all keys.
     """
 
@@ -81,4 +74,4 @@ class HeadSpec:
     @classmethod
     def of(cls, spec: DecoderSpec) -> HeadSpec:
         """Return the heads of a decoder."""
-        return cls(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.position_bias, spec.windows)
+        return cls(spec.num_heads, spec.num_kv_heads, spec.head_dim, bool(spec.biased), spec.windows)

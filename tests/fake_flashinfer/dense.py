@@ -21,14 +21,26 @@ class Refused(Exception):
     """What the real package raises, or would answer with wrong numbers."""
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, window_left: int, scale: float | None) -> Tensor:
-    """One request: query [q, num_heads, head_dim], key and value [k, num_kv_heads, head_dim] -> as query."""
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool,
+    window_left: int,
+    scale: float | None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """One request: query [q, num_heads, head_dim], key and value [k, num_kv_heads, head_dim] -> as query.
+
+    With a mask [q * k], False for hidden keys, `causal` says nothing.
+    """
     group = query.shape[1] // key.shape[1]
     keys, values = (x.float().repeat_interleave(group, dim=1).transpose(0, 1) for x in (key, value))
     scores = query.float().transpose(0, 1) @ keys.transpose(1, 2) * (scale or 1 / math.sqrt(query.shape[2]))
     positions = torch.arange(len(key) - len(query), len(key))[:, None]
-    hidden = torch.zeros(len(query), len(key), dtype=torch.bool)
-    if causal:
+    hidden = torch.zeros(len(query), len(key), dtype=torch.bool) if mask is None else ~mask.view(len(query), len(key))
+    if causal and mask is None:
         hidden |= torch.arange(len(key))[None] > positions
     if window_left >= 0:
         hidden |= torch.arange(len(key))[None] < positions - window_left
@@ -44,6 +56,16 @@ def check_plan(num_qo_heads: int, num_kv_heads: int, head_dim: int, dtypes: tupl
         raise Refused(f"a head_dim of {head_dim} is not checked, and computed wrong")
     if num_qo_heads % num_kv_heads:
         raise Refused(f"num_qo_heads {num_qo_heads} is no multiple of num_kv_heads {num_kv_heads}")
+
+
+def masks_of(custom_mask: Tensor | None, num_queries: Tensor, num_keys: Tensor) -> list[Tensor | None]:
+    """The mask of each request. A plan takes it flat, and packs its bits on its device, with the lengths there, too."""
+    sizes = (num_queries * num_keys).tolist()
+    if custom_mask is None:
+        return [None] * len(sizes)
+    if custom_mask.dtype != torch.bool or custom_mask.shape != (sum(sizes),) or custom_mask.device != num_keys.device:
+        raise Refused(f"a custom mask is bool [{sum(sizes)}], on the device as the lengths, got {custom_mask.shape}")
+    return list(custom_mask.split(sizes))
 
 
 def check_indptr(*tensors: Tensor) -> None:
@@ -126,6 +148,7 @@ class Wrapper:
             raise ValueError(f"q.shape[0] ({len(q)}) does not match qo_indptr[-1] ({starts[-1]})")
         out = torch.empty(q.shape, dtype=q.dtype) if out is None else out
         planned = {name: self._spec[name] for name in ("causal", "window_left", "scale")}
-        for first, last, (key, value) in zip(starts[:-1], starts[1:], sides, strict=True):
-            out[first:last] = attend(q[first:last], key, value, **planned)
+        masks = self._spec.get("masks") or [None] * (len(starts) - 1)
+        for first, last, (key, value), mask in zip(starts[:-1], starts[1:], sides, masks, strict=True):
+            out[first:last] = attend(q[first:last], key, value, **planned, mask=mask)
         return out

@@ -14,6 +14,7 @@ from tests.fake_flashinfer.dense import (
     check_lens,
     check_pages,
     check_plan,
+    masks_of,
 )
 
 
@@ -89,6 +90,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             "heads": num_qo_heads,
             "dtypes": (q_data_type, kv_data_type),
             "starts": qo_indptr.tolist(),
+            "masks": masks_of(custom_mask, qo_indptr.diff(), keys),
             "causal": causal,
             "window_left": window_left,
             "scale": sm_scale,
@@ -170,8 +172,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
     ) -> None:
         check_plan(num_qo_heads, num_kv_heads, head_dim_qk, (q_data_type, kv_data_type))
         check_indptr(qo_indptr, kv_indptr)
+        if custom_mask is None and self._spec and self._spec["masks"][0] is not None:
+            raise Refused("a plan without a mask keeps the mask of the plan before")
         self._spec = {
             "starts": (qo_indptr.tolist(), kv_indptr.tolist()),
+            "masks": masks_of(custom_mask, qo_indptr.diff(), kv_indptr.diff()),
             "heads": (num_qo_heads, num_kv_heads, head_dim_qk),
             "dtypes": (q_data_type, kv_data_type),
             "causal": causal,

@@ -2,6 +2,7 @@
 
     self     decodes: decode wrapper     prefills: prefill wrapper, causal
     cross    decodes: decode wrapper     prefills: prefill wrapper, not causal     (decodes attend to all their pages)
+    masked   prefill wrapper with a custom mask, whatever the kind and phase
 
 Decodes and prefills of a step are two launches for each layer. Which heads a layer has, its scale and its window are
 known when it first asks: then its wrapper is planned for the step, and the other layers of its kind share the plan.
@@ -28,9 +29,11 @@ from engine.attention.flashinfer.wrappers import (
     load_flashinfer,
 )
 from engine.attention.metadata import AttentionMetadata, cross_plans_reused
+from engine.attention.select import kernels_missing
 from engine.attention.torch_backend import TorchBackend
 from engine.device.h2d import send
-from engine.state.spec import HeadSpec, PositionBias
+from engine.state.bias import AttentionBias, AttentionMask
+from engine.state.spec import HeadSpec
 
 log = get_logger()
 
@@ -54,6 +57,7 @@ class FlashInferBackend(AttentionBackend):
         self._cross: dict[Phase, PagedBatch] = {}
         self._reasons = ReasonLog()
         self._told_of_workspace = False
+        self._no_masks: str | None = None
 
     def plan(self, metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> list[PagedBatch]:
         batches, num_decodes = [], metadata.num_decodes
@@ -81,21 +85,30 @@ class FlashInferBackend(AttentionBackend):
         plan: list[PagedBatch] | DecodePlan,
         *,
         scale: float | None = None,
-        bias: PositionBias | None = None,
+        bias: AttentionBias | None = None,
         window: int | None = None,
     ) -> torch.Tensor:
         if isinstance(plan, FlashInferDecodePlan):
+            if bias is not None:
+                raise ValueError("a decoder that adds a bias to its attention names the kind in its spec (`biased`)")
             return plan.run(query, cache, scale, window)
         if isinstance(plan, DecodePlan):
             return self._torch.run(query, cache, plan, scale=scale, bias=bias, window=window)
         out = query.new_empty(query.shape)
-        heads = HeadSpec(query.shape[1], cache.shape[3], query.shape[2], biased=bias is not None)
+        mask = bias if isinstance(bias, AttentionMask) else None
+        heads = HeadSpec(query.shape[1], cache.shape[3], query.shape[2], biased=bias is not mask)
         for batch in plan:
             queries, attended = query[batch.start : batch.end], out[batch.start : batch.end]
             reason = unserved(heads, query.dtype, has_ranges=batch.num_keys is None)
+            reason = reason or (None if mask is None else self._no_masks)
             if reason is None:
-                self._run_batch(queries, cache, batch, attended, scale, window)
-            else:
+                try:
+                    self._run_batch(queries, cache, batch, attended, scale, window, mask)
+                except Exception as error:  # the kernel that packs masks is tried here, not at start
+                    if mask is None:
+                        raise
+                    reason = self._no_masks = kernels_missing(error)
+            if reason is not None:
                 self._reasons.warn(reason)
                 torch_plan = batch.plan_of(self._torch, query.dtype)
                 attended.copy_(self._torch.run(queries, cache, torch_plan, scale=scale, bias=bias, window=window))
@@ -109,15 +122,19 @@ class FlashInferBackend(AttentionBackend):
         out: torch.Tensor,
         scale: float | None,
         window: int | None,
+        mask: AttentionMask | None,
     ) -> None:
         causal, (_, _, block_size, num_kv_heads, head_dim) = batch.metadata.causal, cache.shape
         heads, seen = HeadSpec(query.shape[1], num_kv_heads, head_dim), window if causal else None
-        call = Call(batch.phase, causal, heads, block_size, query.dtype, scale, seen)
+        if mask is None:
+            call = Call(batch.phase, causal, heads, block_size, query.dtype, scale, seen)
+        else:  # which holds the causal triangle and the window, too
+            call = Call(batch.phase, False, heads, block_size, query.dtype, scale, None, masked=True)
         wrapper = self._wrappers.get(call)
         if wrapper is None:
-            make = DecodeWrapper if batch.phase == "decode" else PrefillWrapper
+            make = DecodeWrapper if call.phase == "decode" and mask is None else PrefillWrapper
             wrapper = self._wrappers[call] = make(self._workspace, call)
-        wrapper.bring_to(batch)
+        wrapper.bring_to(batch if mask is None else batch.masked(mask, seen))
         wrapper.run(query, cache, out)
         if batch.blind is not None:
             out.masked_fill_(batch.blind, 0)

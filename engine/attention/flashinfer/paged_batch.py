@@ -16,6 +16,7 @@ from engine.attention.backend import AttentionBackend
 from engine.attention.metadata import AttentionMetadata, common_keys, is_same_batch, num_blocks
 from engine.attention.torch_backend import TorchBackend
 from engine.device.h2d import pack, send, unpack
+from engine.state.bias import AttentionMask
 from engine.state.spec import IntArray
 
 Phase = Literal["decode", "prefill"]
@@ -77,6 +78,14 @@ class Pages:
         return cls(indptr, indices.to(device, non_blocking=True), last_page_len, num_keys)
 
 
+@dataclass(frozen=True, eq=False)
+class Masked:
+    """A batch under a mask: bool, flat, with [queries, keys] of request after request, on the device."""
+
+    batch: PagedBatch | RaggedBatch
+    mask: torch.Tensor
+
+
 class PagedBatch:
     """One phase of a step: all decodes or all prefills. Derived tensors are made on first use.
 
@@ -92,6 +101,7 @@ class PagedBatch:
         self.num_keys = common_keys(metadata)
         self._block_size, self._device = block_size, device
         self._other_plan: Any = None
+        self._masked: dict[tuple[AttentionMask, int | None], Masked] = {}
 
     def is_same(self, start: int, metadata: AttentionMetadata) -> bool:
         """Return whether the given metadata describe this batch, for cross-attention."""
@@ -102,6 +112,27 @@ class PagedBatch:
         if self._other_plan is None:
             self._other_plan = backend.plan(self.metadata, self._block_size, dtype)
         return self._other_plan
+
+    def masked(self, mask: AttentionMask, window: int | None) -> Masked:
+        """Return the batch under a mask, and in causal attention within a window."""
+        known = self._masked.get((mask, window))
+        if known is None:
+            rows = [self._seen(mask, index, window) for index in range(self.metadata.num_requests)]
+            known = self._masked[mask, window] = Masked(self, torch.cat(rows))
+        return known
+
+    def _seen(self, mask: AttentionMask, index: int, window: int | None) -> torch.Tensor:
+        """Return the mask of a request, flat."""
+        metadata = self.metadata
+        tokens = slice(metadata.query_start_loc[index], metadata.query_start_loc[index + 1])
+        [queries] = send(self._device, metadata.positions[tokens])
+        keys = torch.arange(int(self._table.num_keys[index]), device=self._device)
+        seen = mask.seen(queries, keys, metadata.requests[index] if mask.by_request and metadata.requests else None)
+        if metadata.causal:
+            seen = seen & (keys <= queries[:, None])
+            if window is not None:
+                seen &= keys > queries[:, None] - window
+        return seen.reshape(-1)
 
     @cached_property
     def query_starts(self) -> torch.Tensor:

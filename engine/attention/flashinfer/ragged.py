@@ -10,18 +10,18 @@ from typing import Final
 
 import torch
 
-from engine.attention.flashinfer.paged_batch import RaggedBatch
+from engine.attention.flashinfer.paged_batch import Masked, RaggedBatch
 from engine.attention.flashinfer.served import ReasonLog, unserved
 from engine.attention.flashinfer.wrappers import RaggedCall, RaggedWrapper, Workspace
 from engine.attention.torch_backend import TorchBackend
-from engine.state.spec import HeadSpec, PositionBias
+from engine.state.spec import HeadSpec
 
 KEPT_PLANS: Final = 2
 """For each kind of call: layers of Qwen2.5-VL look at windows, and every eighth at whole images."""
 
 
 class FlashInferRagged:
-    """Encoder attention: every token sees all tokens of the same sequence."""
+    """Encoder attention: every token sees the tokens of the same sequence, all of them or those of a mask."""
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
@@ -34,24 +34,28 @@ class FlashInferRagged:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        batch: RaggedBatch,
+        batch: RaggedBatch | Masked,
         *,
         scale: float | None = None,
-        bias: PositionBias | None = None,
     ) -> torch.Tensor:
         """query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim] -> as query.
 
-        `scale` is 1 / sqrt(head_dim) if not given.
+        `scale` is 1 / sqrt(head_dim) if not given. Ask `serves` first for a masked batch.
         """
-        heads = HeadSpec(query.shape[1], key.shape[1], query.shape[2], biased=bias is not None)
-        reason = unserved(heads, query.dtype)
-        if reason is not None:
-            self._reasons.warn(reason)
-            return self._torch.run_ragged(query, key, value, batch.plan_of(self._torch), scale=scale, bias=bias)
-        call = RaggedCall(heads, query.dtype, scale)
+        heads = HeadSpec(query.shape[1], key.shape[1], query.shape[2])
+        if isinstance(batch, RaggedBatch) and not self.serves(heads, query.dtype):
+            return self._torch.run_ragged(query, key, value, batch.plan_of(self._torch), scale=scale)
+        call = RaggedCall(heads, query.dtype, scale, masked=isinstance(batch, Masked))
         return self._planned(call, batch).run(query, key, value)
 
-    def _planned(self, call: RaggedCall, batch: RaggedBatch) -> RaggedWrapper:
+    def serves(self, heads: HeadSpec, dtype: torch.dtype) -> bool:
+        """Return whether FlashInfer computes this; the log tells once why not."""
+        reason = unserved(heads, dtype)
+        if reason is not None:
+            self._reasons.warn(reason)
+        return reason is None
+
+    def _planned(self, call: RaggedCall, batch: RaggedBatch | Masked) -> RaggedWrapper:
         """Return a wrapper planned for the batch: an existing plan, a new wrapper, or the least recently used."""
         wrappers = self._wrappers.setdefault(call, [])
         index = next((index for index, wrapper in enumerate(wrappers) if wrapper.is_planned_for(batch)), None)

@@ -46,7 +46,7 @@ def unserved(heads: HeadSpec, dtype: torch.dtype, *, has_ranges: bool = False) -
         what = f"{heads.num_heads // heads.num_kv_heads}, whose partial results its workspace may not hold"
         return f"FlashInfer serves up to {MAX_GROUP} query heads for each key head, not {what}"
     if heads.biased:
-        return "FlashInfer serves scores as they are, not with a bias by position added"
+        return "FlashInfer serves scores as they are or masked, not with a bias added"
     if has_ranges:
         return "FlashInfer serves a causal mask and a window, not other ranges of keys for each token of a request"
     return None

@@ -10,6 +10,9 @@ of decodes outside of CUDA graphs copies 0, 1, 2 … from pageable memory, which
 the step before. Steps with prompts and decodes do, and all decodes where nothing is recorded. And plans for tensor
 cores find the longest request one element of a tensor after the other (microseconds for each request).
 
+Decodes under a mask are planned as prefills: the wrapper of decodes knows none. A kernel packs the bits of a mask, and
+reads lengths on the device: such a plan waits for it.
+
 FA2 is asked for everywhere: what `auto` takes on Hopper is a second set of kernels that differs from it in rounding,
 and does not serve paged prefills without a causal mask.
 """
@@ -23,10 +26,11 @@ from typing import Any, Final
 
 import torch
 
-from engine.attention.flashinfer.paged_batch import PagedBatch, Pages, Phase, RaggedBatch
+from engine.attention.flashinfer.paged_batch import Masked, PagedBatch, Pages, Phase, RaggedBatch
 from engine.attention.flashinfer.served import needs_tensor_cores
 from engine.state.spec import HeadSpec
 
+CPU: Final = torch.device("cpu")
 WORKSPACE_BYTES: Final = 384 * 2**20
 """For partial results of long sequences that are computed in parts: what others give FlashInfer, too."""
 RAGGED_WORKSPACE_BYTES: Final = 2**20
@@ -67,6 +71,7 @@ class Call:
     dtype: torch.dtype
     scale: float | None
     window: int | None
+    masked: bool = False
 
     @property
     def window_left(self) -> int:
@@ -190,13 +195,15 @@ class PrefillWrapper(PagedWrapper):
         wrapper = workspace.flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace.buffer, LAYOUT, backend=KERNELS)
         super().__init__(workspace, call, wrapper)
 
-    def _plan(self, batch: PagedBatch) -> None:
-        pages, call = batch.pages, self._call
+    def _plan(self, given: PagedBatch | Masked) -> None:
+        batch, mask = (given.batch, given.mask) if isinstance(given, Masked) else (given, None)
+        assert isinstance(batch, PagedBatch)
+        pages, call, place = batch.pages, self._call, CPU if mask is None else self._device
         self._wrapper.plan(
-            batch.query_starts,
-            pages.indptr,
+            batch.query_starts.to(place, non_blocking=True),
+            pages.indptr.to(place, non_blocking=True),
             pages.indices,
-            pages.last_page_len,
+            pages.last_page_len.to(place, non_blocking=True),
             call.heads.num_heads,
             call.heads.num_kv_heads,
             call.heads.head_dim,
@@ -208,6 +215,7 @@ class PrefillWrapper(PagedWrapper):
             kv_data_type=call.dtype,
             seq_lens=pages.num_keys,
             max_token_per_sequence=batch.max_queries,
+            custom_mask=mask,
         )
 
 
@@ -218,6 +226,7 @@ class RaggedCall:
     heads: HeadSpec
     dtype: torch.dtype
     scale: float | None
+    masked: bool = False
 
 
 class RaggedWrapper(_Planned):
@@ -238,8 +247,10 @@ class RaggedWrapper(_Planned):
         attended: torch.Tensor = self._wrapper.run(query, key, value)
         return attended
 
-    def _plan(self, batch: RaggedBatch) -> None:
-        call, starts = self._call, batch.starts
+    def _plan(self, given: RaggedBatch | Masked) -> None:
+        batch, mask = (given.batch, given.mask) if isinstance(given, Masked) else (given, None)
+        assert isinstance(batch, RaggedBatch)
+        call, starts = self._call, batch.starts if mask is None else batch.starts.to(self._device)
         self._wrapper.plan(
             starts,
             starts,
@@ -251,4 +262,5 @@ class RaggedWrapper(_Planned):
             q_data_type=call.dtype,
             kv_data_type=call.dtype,
             disable_split_kv=True,
+            custom_mask=mask,
         )

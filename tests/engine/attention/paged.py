@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 from engine.attention.backend import AttentionBackend, PagedAttentionContext
 from engine.attention.metadata import AttentionMetadata
 from engine.cache.block_pool import BlockPool
-from engine.state.spec import PositionBias
+from engine.state.bias import AttentionBias, AttentionMask
 
 NUM_BLOCKS = 400
 EDGE_VALUES = 8
@@ -104,6 +106,8 @@ class Paged:
                 torch.tensor([table[i // shape.block_size] * shape.block_size + i % shape.block_size for i in steps])
             )
             is_new += [shape.causal and i >= keys - queries for i in steps]
+        self.first = [keys - queries if shape.causal else seed % 10 for queries, keys in shape.lens]
+        self.requests: Any = [SimpleNamespace(number=2 + index) for index in range(len(shape.lens))]
         self.slots, self.is_new = torch.cat(slots).long(), torch.tensor(is_new, dtype=torch.bool)
         # Old values of blocks that are used again must not show: they are large, not zero.
         self.cache = torch.full((2, NUM_BLOCKS, shape.block_size, shape.num_kv_heads, shape.head_dim), 50.0).to(dtype)
@@ -121,6 +125,8 @@ class Paged:
             causal=self.shape.causal,
             num_decodes=sum(1 for queries, _ in self.shape.lens if queries == 1),
             key_ranges=key_ranges,
+            num_computed_tokens=None if self.shape.causal else self.first,
+            requests=self.requests,
         )
 
     def allowed(self, window: int | None = None, key_ranges: np.ndarray | None = None) -> Tensor:
@@ -140,20 +146,23 @@ class Paged:
             blocks.append(block)
         return torch.block_diag(*blocks).bool()
 
-    def mask(self, allowed: Tensor, bias: PositionBias | None = None) -> Tensor:
+    def mask(self, allowed: Tensor, bias: AttentionBias | None = None) -> Tensor:
         mask = torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~allowed, float("-inf"))[None]
         if bias is None:
             return mask
-        query_positions = torch.cat([torch.arange(keys - queries, keys) for queries, keys in self.shape.lens])
-        key_positions = torch.cat([torch.arange(keys) for _, keys in self.shape.lens])
-        return mask + bias(query_positions, key_positions).double()
+        blocks = [
+            bias.values(torch.arange(first, first + queries), torch.arange(keys), request)
+            for first, (queries, keys), request in zip(self.first, self.shape.lens, self.requests, strict=True)
+        ]
+        heads = [torch.block_diag(*(block[head] for block in blocks)) for head in range(len(blocks[0]))]
+        return mask + torch.stack(heads).double()
 
     def attend(
         self,
         backend: AttentionBackend,
         *,
         scale: float | None = None,
-        bias: PositionBias | None = None,
+        bias: AttentionBias | None = None,
         window: int | None = None,
         key_ranges: np.ndarray | None = None,
     ) -> Tensor:
@@ -163,20 +172,39 @@ class Paged:
         if not self.shape.causal:
             nothing = AttentionMetadata([0], [], metadata.block_table[:0], [], self.slots[:0], True, 0)
             context = PagedAttentionContext.of_step(backend, [self.cache], nothing, metadata)
-            return context.cross_attention(0, self.query, scale=scale)
+            return context.cross_attention(0, self.query, scale=scale, bias=bias)
         context = PagedAttentionContext.of_step(backend, [self.cache], metadata)
         new = self.key[self.is_new], self.value[self.is_new]
         return context.self_attention(0, self.query, *new, scale=scale, bias=bias, window=window)
 
 
-def distance_bias(num_heads: int) -> PositionBias:
-    """Falls with the distance, differently for each head (as in ALiBi, Press et al., 2022)."""
+class DistanceBias(AttentionBias):
+    """Falls with the distance, differently for each head (as in ALiBi, Press et al., 2022), or each request, too."""
 
-    def bias(query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        slopes = torch.arange(1, num_heads + 1)[:, None, None] * 0.05
-        return -slopes * (query_positions[:, None] - key_positions[None]).abs()
+    def __init__(self, num_heads: int, *, by_request: bool = False) -> None:
+        self.num_heads, self.by_request = num_heads, by_request
 
-    return bias
+    def values(self, queries: Tensor, keys: Tensor, request: Any) -> Tensor:
+        slope = 0.01 * (request.number if self.by_request else 5)
+        slopes = torch.arange(1, self.num_heads + 1)[:, None, None] * slope
+        return -slopes * (queries[:, None] - keys[None]).abs()
+
+
+class SomeSeen(AttentionMask):
+    """The first key, a query's own, and every n-th, with another n for each request."""
+
+    by_request = True
+
+    def seen(self, queries: Tensor, keys: Tensor, request: Any) -> Tensor:
+        return (keys % request.number == 0) | (keys == queries[:, None])
+
+
+BIASES: dict[str, Callable[[int], AttentionBias | None]] = {
+    "none": lambda _: None,
+    "by position": DistanceBias,
+    "by request": lambda num_heads: DistanceBias(num_heads, by_request=True),
+    "mask": lambda _: SomeSeen(),
+}
 
 
 def assert_equal(got: Tensor, expected: Tensor, dtype: torch.dtype, *, biased: bool = False) -> None:

@@ -1,7 +1,9 @@
-"""Paged and ragged attention equal dense masked attention, on random shapes: the document's block-diagonal and causal
-rules, with grouped heads, scales, position biases, sliding windows and key ranges."""
+"""Paged attention equals dense masked attention, on random shapes: the document's block-diagonal and causal rules, with
+grouped heads, scales, biases and masks, sliding windows and key ranges."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from engine.attention.select import BACKENDS, choose_backend
 from engine.attention.split_by_phase import PhasedBackend
 from engine.attention.torch_backend import TorchBackend
 from engine.state.spec import HeadSpec
-from tests.engine.attention.paged import Paged, Shape, assert_equal, dense, distance_bias, shapes
+from tests.engine.attention.paged import BIASES, DistanceBias, Paged, Shape, assert_equal, dense, shapes
 
 CPU = torch.device("cpu")
 
@@ -45,14 +47,14 @@ def test_paged_equals_dense(
 
 @pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
 @settings(deadline=None, max_examples=60)
-@given(shapes(causal=True), DTYPES, SEEDS, WINDOWS, st.booleans())
-def test_biases_and_windows_equal_dense(
-    backend: AttentionBackend, shape: Shape, dtype: torch.dtype, seed: int, window: int | None, biased: bool
+@given(shapes(), DTYPES, SEEDS, WINDOWS, st.sampled_from(sorted(BIASES)))
+def test_biases_masks_and_windows_equal_dense(
+    backend: AttentionBackend, shape: Shape, dtype: torch.dtype, seed: int, window: int | None, kind: str
 ) -> None:
-    paged = Paged(shape, dtype, seed)
-    bias = distance_bias(shape.num_heads) if biased else None
+    paged, bias = Paged(shape, dtype, seed), BIASES[kind](shape.num_heads)
+    window = window if shape.causal else None
     expected = dense(paged.query, paged.key, paged.value, paged.mask(paged.allowed(window), bias))
-    assert_equal(paged.attend(backend, bias=bias, window=window), expected, dtype, biased=biased)
+    assert_equal(paged.attend(backend, bias=bias, window=window), expected, dtype, biased=bias is not None)
 
 
 @pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
@@ -69,25 +71,6 @@ def test_each_token_sees_its_own_range_of_keys(
     got = paged.attend(backend, key_ranges=key_ranges)
     assert_equal(got, expected, dtype)
     assert not got[torch.from_numpy(key_ranges[:, 0] == key_ranges[:, 1])].any()
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=4), DTYPES, SEEDS, SCALES, st.booleans())
-def test_encoder_attention_is_block_diagonal(
-    lengths: list[int], dtype: torch.dtype, seed: int, scale: float | None, biased: bool
-) -> None:
-    backend, generator = TorchBackend(), torch.Generator().manual_seed(seed)
-    total, num_heads = sum(lengths), 4
-    query = torch.randn(total, num_heads, 16, generator=generator).to(dtype)
-    key, value = (torch.randn(total, 2, 16, generator=generator).to(dtype) for _ in range(2))
-    allowed = torch.block_diag(*(torch.ones(n, n) for n in lengths)).bool()
-    mask = torch.zeros(total, total, dtype=torch.float64).masked_fill(~allowed, float("-inf"))[None]
-    bias = distance_bias(num_heads) if biased else None
-    if bias is not None:
-        positions = torch.cat([torch.arange(n) for n in lengths])
-        mask = mask + bias(positions, positions).double()
-    got = backend.run_ragged(query, key, value, backend.plan_ragged(lengths), scale=scale, bias=bias)
-    assert_equal(got, dense(query, key, value, mask, scale), dtype, biased=biased)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -126,16 +109,17 @@ def with_rounded_weights(paged: Paged, scale: float | None) -> Tensor:
 
 def test_a_bias_is_evaluated_once_for_all_layers() -> None:
     calls: list[tuple[int, int]] = []
-    inner = distance_bias(2)
 
-    def counting(query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        calls.append((len(query_positions), len(key_positions)))
-        return inner(query_positions, key_positions)
+    class Counting(DistanceBias):
+        def values(self, queries: Tensor, keys: Tensor, request: Any) -> Tensor:
+            calls.append((len(queries), len(keys)))
+            return super().values(queries, keys, request)
 
     shape = Shape([(1, 7), (4, 9)], 4, 2, 1, 8, causal=True)
     paged = Paged(shape, torch.float32, 0)
     context = PagedAttentionContext.of_step(TorchBackend(), [paged.cache] * 3, paged.metadata())
     new = paged.key[paged.is_new], paged.value[paged.is_new]
+    counting = Counting(2)
     for layer in range(3):
         context.self_attention(layer, paged.query, *new, bias=counting)
     assert len(calls) == len(shape.lens)

@@ -23,13 +23,12 @@ from engine.attention.metadata import AttentionMetadata, cross_plans_reused
 from engine.attention.select import choose_backend
 from engine.attention.torch_backend import TorchBackend
 from engine.state.spec import HeadSpec
-from tests.engine.attention.paged import Paged, Shape, assert_equal, dense, distance_bias, shapes
+from tests.engine.attention.paged import BIASES, Paged, Shape, assert_equal, dense, shapes
 from tests.fake_flashinfer.dense import Wrapper
 from tests.fake_flashinfer.installed import CPU, flashinfer_on_cpu, make_backend, make_ragged, no_compiler
 
 BACKEND = make_backend()
-RAGGED = make_ragged()
-"""One of each for all examples: plans of other batches lie behind each of them."""
+"""One for all examples: plans of other batches lie behind each of them."""
 HALVES = st.sampled_from([torch.bfloat16, torch.float16])
 SEEDS = st.integers(0, 2**32 - 1)
 SCALES = st.sampled_from([None, 0.3])
@@ -80,10 +79,9 @@ def test_ranges_of_keys_equal_dense_whoever_computes_them(shape: Shape, seed: in
 
 
 @settings(deadline=None, max_examples=12)
-@given(shapes(head_dims=(8, 72), max_queries=9), SEEDS, st.booleans())
-def test_what_is_not_served_is_computed_by_pytorch(shape: Shape, seed: int, biased: bool) -> None:
-    paged = Paged(shape, torch.bfloat16, seed)
-    bias = distance_bias(shape.num_heads) if biased and shape.causal else None
+@given(shapes(head_dims=(8, 72), max_queries=9), SEEDS, st.sampled_from(sorted(BIASES)))
+def test_what_is_not_served_is_computed_by_pytorch(shape: Shape, seed: int, kind: str) -> None:
+    paged, bias = Paged(shape, torch.bfloat16, seed), BIASES[kind](shape.num_heads)
     plans = Wrapper.num_plans
     got = paged.attend(make_backend(shape.head_dim), bias=bias)
     assert_equal(
@@ -92,25 +90,41 @@ def test_what_is_not_served_is_computed_by_pytorch(shape: Shape, seed: int, bias
     assert Wrapper.num_plans == plans
 
 
-def test_a_bias_by_position_is_computed_by_pytorch() -> None:
-    paged = Paged(Shape([(1, 9), (1, 4), (5, 7)], 4, 2, 2, 64, causal=True), torch.bfloat16, 0)
-    bias = distance_bias(4)
-    expected = dense(paged.query, paged.key, paged.value, paged.mask(paged.allowed(), bias))
-    assert_equal(paged.attend(BACKEND, bias=bias), expected, torch.bfloat16, biased=True)
-
-
-@settings(deadline=None, max_examples=12)
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=4), st.sampled_from([64, 72]), HALVES, SEEDS, SCALES)
-def test_encoder_attention_is_block_diagonal(
-    lengths: list[int], head_dim: int, dtype: torch.dtype, seed: int, scale: float | None
+@settings(deadline=None, max_examples=25)
+@given(st.one_of(CAUSAL, CROSS), SEEDS, WINDOWS, st.sampled_from(["by position", "by request", "mask"]))
+def test_masks_are_flashinfers_and_addends_go_to_pytorch_said_once(
+    shape: Shape, seed: int, window: int | None, kind: str
 ) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    total = sum(lengths)
-    query, key, value = (torch.randn(total, heads, head_dim, generator=generator).to(dtype) for heads in (4, 2, 2))
-    allowed = torch.block_diag(*(torch.ones(n, n) for n in lengths)).bool()
-    mask = torch.zeros(total, total, dtype=torch.float64).masked_fill(~allowed, float("-inf"))[None]
-    got = RAGGED.run(query, key, value, RaggedBatch(lengths, CPU), scale=scale)
-    assert_equal(got, dense(query, key, value, mask, scale), dtype)
+    paged, backend, bias = Paged(shape, torch.bfloat16, seed), make_backend(), BIASES[kind](shape.num_heads)
+    window = window if shape.causal else None
+    expected = dense(paged.query, paged.key, paged.value, paged.mask(paged.allowed(window), bias))
+    plans = Wrapper.num_plans
+    with capture_logs() as logs:
+        for _ in range(2):
+            assert_equal(paged.attend(backend, bias=bias, window=window), expected, torch.bfloat16, biased=True)
+    assert (Wrapper.num_plans > plans) == (kind == "mask")
+    assert len([line for line in logs if "not with a bias added" in line["reason"]]) == (kind != "mask")
+
+
+def test_a_mask_in_cross_attention_follows_the_position_while_the_batch_stays() -> None:
+    shape, backend = Shape([(1, 9), (1, 12)], 4, 2, 2, 64, causal=False), make_backend()
+    paged, mask = written(shape, 0), BIASES["mask"](4)
+    for step in range(3):
+        paged.first = [step, step + 3]
+        got = backend.run(paged.query, paged.cache, backend.plan(paged.metadata(), 4, torch.bfloat16), bias=mask)
+        expected = dense(paged.query, paged.key, paged.value, paged.mask(paged.allowed(), mask))
+        assert_equal(got, expected, torch.bfloat16, biased=True)
+
+
+def test_where_masks_cannot_be_packed_pytorch_computes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    paged, backend = Paged(Shape([(1, 9), (5, 7)], 4, 2, 2, 64, causal=True), torch.bfloat16, 0), make_backend()
+    monkeypatch.setattr("tests.fake_flashinfer.prefill.masks_of", no_compiler)
+    mask = BIASES["mask"](4)
+    with capture_logs() as logs:
+        got = paged.attend(backend, bias=mask)
+    expected = dense(paged.query, paged.key, paged.value, paged.mask(paged.allowed(), mask))
+    assert_equal(got, expected, torch.bfloat16, biased=True)
+    assert ["Could not find nvcc" in line["reason"] for line in logs] == [True]
 
 
 @pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(2, 64), (2, 8), (128, 128)])
@@ -152,7 +166,7 @@ def test_groups_of_seven_heads_are_served_on_tensor_cores() -> None:
             False,
             "16 query heads for each key head, not 32",
         ),
-        (replace(SERVED, biased=True), torch.bfloat16, False, "not with a bias by position"),
+        (replace(SERVED, biased=True), torch.bfloat16, False, "not with a bias added"),
         (SERVED, torch.float16, True, "a causal mask and a window, not other ranges"),
     ],
 )

@@ -1,13 +1,17 @@
-"""Encoders of transformers give the same rows with FlashInfer's attention, computed by a fake, as with PyTorch's."""
+"""Encoders' attention is block-diagonal on every path that they take; encoders of transformers give the same rows with
+FlashInfer's attention, computed by a fake, as with PyTorch's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from common.model_info import load_model_info
@@ -17,6 +21,7 @@ from engine.encoders.qwen_vl import QwenVisionEncoder
 from engine.models.base import EncoderModel
 from engine.models.registry import load_encoder
 from tests import fake_flashinfer, tiny_models
+from tests.engine.attention.paged import assert_equal, dense
 from tests.fake_flashinfer.dense import Wrapper
 from tests.fake_flashinfer.installed import flashinfer_on_cpu, no_compiler
 from tests.media_files import encoded, noise, sound_file, tone
@@ -88,6 +93,60 @@ def test_encoders_give_the_same_rows_with_a_plan_for_each_kind_of_sequences(
     assert Wrapper.num_plans - before == (len(batches) * kinds if head_dims is SERVED else 0)
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def attention(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[..., Any]]:
+    """The functions that the layers of loaded encoders call: on a CPU, and with FlashInfer (several lengths, too)."""
+    towers = [loaded(make(tmp_path_factory.mktemp("m"))) for make in (tiny_models.make_whisper, qwen.make_qwen2_vl)]
+    with flashinfer_on_cpu((16, 64)):
+        use_flashinfer(cast(Any, towers[1].unmasked), CPU)
+    names = [cast(Any, tower.unmasked).config._attn_implementation for tower in towers]
+    return {kind: ALL_ATTENTION_FUNCTIONS[name] for kind, name in zip(("cpu", "flashinfer"), names, strict=True)}
+
+
+MASKS = ("none", "bool", "heads", "addends", "position_bias")
+"""Of layers: none, bool alike for all heads or not, addends as a mask, addends as T5 passes its own."""
+
+
+@pytest.mark.parametrize("path", ["cpu", "flashinfer", "flashinfer, laid end to end"])
+@settings(deadline=None, max_examples=40)
+@given(st.data(), st.sampled_from([16, 64, 72]), st.sampled_from([torch.bfloat16, torch.float32]), st.booleans())
+def test_encoder_attention_is_block_diagonal_and_takes_masks_of_each_item(
+    attention: dict[str, Callable[..., Any]],
+    path: str,
+    data: st.DataObject,
+    head_dim: int,
+    dtype: torch.dtype,
+    scaled: bool,
+) -> None:
+    attend, is_ragged, num_heads = attention[path.split(",")[0]], "," in path, 4
+    size = data.draw(st.integers(1, 30))
+    lengths = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4)) if is_ragged else [size] * 3
+    kind = "none" if is_ragged else data.draw(st.sampled_from(MASKS))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32 - 1)))
+    total, batch = sum(lengths), 1 if is_ragged else 3
+    tokens = [torch.randn(total, num_heads, head_dim, generator=generator).to(dtype) for _ in range(3)]
+    seen = torch.rand(batch, 1 if kind == "bool" else num_heads, size, size, generator=generator) < 0.5
+    seen |= torch.eye(size, dtype=torch.bool)
+    addends = torch.randn(seen.shape, generator=generator).to(dtype)
+    mask = torch.zeros(num_heads, total, total, dtype=torch.float64)
+    mask.masked_fill_(~torch.block_diag(*(torch.ones(n, n) for n in lengths)).bool(), float("-inf"))
+    told: dict[str, Any] = {}
+    if kind != "none":
+        told["position_bias" if kind == "position_bias" else "attention_mask"] = seen if kind in MASKS[1:3] else addends
+        blocks = torch.zeros(seen.shape).masked_fill(~seen, float("-inf")) if kind in MASKS[1:3] else addends
+        for item, block in enumerate(blocks.double()):
+            mask[:, item * size : (item + 1) * size, item * size : (item + 1) * size] += block
+    if is_ragged:
+        told["cu_seq_lens_q"] = torch.tensor([0, *accumulate(lengths)])
+    scale = 0.3 if scaled else head_dim**-0.5
+    layer = torch.nn.Module()
+    layer.is_causal = False  # type: ignore[assignment]
+    shaped = (x.view(batch, -1, num_heads, head_dim).transpose(1, 2) for x in tokens)
+    with flashinfer_on_cpu((16, 64)):
+        got, _ = attend(layer, *shaped, **{"attention_mask": None, "scaling": scale, **told})
+    assert_equal(got.flatten(0, 1), dense(*tokens, mask, scale), dtype, biased=kind != "none")
 
 
 @pytest.mark.parametrize("make", [tiny_models.make_qwen2_5_vl, qwen.make_qwen2_vl], ids=["windows", "pictures"])

@@ -14,13 +14,17 @@ from torch import Tensor
 from common.model_info import load_model_info
 from engine.models.base import DecoderModel
 from engine.models.registry import load_decoder
-from engine.state.spec import PositionBias
+from engine.state.bias import AttentionBias
+from engine.state.request import Request
 
 
 class DenseAttention:
     """Implements AttentionContext for one sequence; `encoder_output` [m, hidden] for encoder-decoder models."""
 
-    def __init__(self, model: DecoderModel, encoder_output: Tensor | None = None) -> None:
+    def __init__(
+        self, model: DecoderModel, encoder_output: Tensor | None = None, request: Request | None = None
+    ) -> None:
+        self._request = request
         layers = range(model.spec.num_cross_layers)
         self._cross = [] if encoder_output is None else [model.project_cross(i, encoder_output) for i in layers]
 
@@ -35,17 +39,23 @@ class DenseAttention:
         value: Tensor,
         *,
         scale: float | None = None,
-        bias: PositionBias | None = None,
+        bias: AttentionBias | None = None,
         window: int | None = None,
     ) -> Tensor:
         positions = torch.arange(len(query))
-        mask = torch.zeros(1, len(query), len(query)) if bias is None else bias(positions, positions)
+        mask = torch.zeros(1, len(query), len(query))
+        if bias is not None:
+            mask = bias.values(positions, positions, self._request)
         behind = positions[:, None] - positions[None]
         hidden = (behind < 0) if window is None else (behind < 0) | (behind >= window)
         return _attend(query, key, value, scale, mask.masked_fill(hidden, float("-inf")).to(query.dtype))
 
-    def cross_attention(self, layer: int, query: Tensor, *, scale: float | None = None) -> Tensor:
-        return _attend(query, *self._cross[layer], scale, None)
+    def cross_attention(
+        self, layer: int, query: Tensor, *, scale: float | None = None, bias: AttentionBias | None = None
+    ) -> Tensor:
+        positions, rows = torch.arange(len(query)), torch.arange(len(self._cross[layer][0]))
+        mask = None if bias is None else bias.values(positions, rows, self._request).to(query.dtype)
+        return _attend(query, *self._cross[layer], scale, mask)
 
 
 def edit_json(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -58,11 +68,15 @@ def decoder_of(folder: object, dtype: torch.dtype = torch.float32) -> DecoderMod
 
 @torch.inference_mode()
 def logits_of(
-    model: DecoderModel, input_ids: Tensor, positions: Tensor | None = None, encoder_output: Tensor | None = None
+    model: DecoderModel,
+    input_ids: Tensor,
+    positions: Tensor | None = None,
+    encoder_output: Tensor | None = None,
+    request: Request | None = None,
 ) -> Tensor:
     """input_ids [num_tokens] -> [num_tokens, vocab_size]"""
     positions = torch.arange(len(input_ids)) if positions is None else positions
-    hidden = model(model.embed(input_ids), positions, DenseAttention(model, encoder_output))
+    hidden = model(model.embed(input_ids), positions, DenseAttention(model, encoder_output, request))
     return model.logits(hidden)
 
 

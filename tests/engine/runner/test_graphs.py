@@ -408,7 +408,7 @@ def test_positions_bias_the_recorded_self_attention_alone() -> None:
         asked[causal] = args[-1].biased
         return object()
 
-    spec = SimpleNamespace(num_heads=2, num_kv_heads=2, head_dim=64, position_bias=True, has_cross_attention=True)
+    spec = SimpleNamespace(num_heads=2, num_kv_heads=2, head_dim=64, biased=("self",), has_cross_attention=True)
     parts = SimpleNamespace(
         model=SimpleNamespace(spec=spec),
         backend=SimpleNamespace(make_decode_plan=make),
