@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
-import numpy as np
 import torch
 
 from engine.attention.backend import DecodePlan
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.visible import attend_once, decode_mask
-from engine.device.h2d import overwrite
+from engine.device.h2d import Staging
 from engine.state.bias import AttentionBias, bias_values
 from engine.state.spec import IntArray
 
@@ -25,17 +24,20 @@ class TorchDecodePlan(DecodePlan):
         self, num_requests: int, max_blocks: int, block_size: int, device: torch.device, *, causal: bool
     ) -> None:
         super().__init__(num_requests, max_blocks, block_size, causal=causal)
-        self._table = torch.zeros(num_requests, max_blocks, dtype=torch.int64, device=device)
-        self._num_keys = torch.zeros(num_requests, dtype=torch.int64, device=device)
-        self._positions = torch.zeros_like(self._num_keys)
+        self._staging = Staging(device, num_requests * (max_blocks + 2))
+        self._table, self._num_keys, self._positions = self._staging.send(*self._arrays())
+
+    def _arrays(self) -> tuple[IntArray, IntArray, IntArray]:
+        take = self._staging.take
+        return take(self.num_requests, self.max_blocks), take(self.num_requests), take(self.num_requests)
 
     def _update(self, metadata: AttentionMetadata, num_keys: IntArray) -> None:
-        table = np.zeros(self._table.shape, np.int64)
+        self._staging.begin()
+        table, keys, positions = self._arrays()
         width = min(metadata.table.shape[1], self.max_blocks)
-        table[:, :width] = metadata.table[:, :width]
-        overwrite(self._table, table)
-        overwrite(self._num_keys, num_keys)
-        overwrite(self._positions, metadata.positions)
+        table[:, :width], table[:, width:] = metadata.table[:, :width], 0
+        keys[:], positions[:] = num_keys, metadata.positions
+        self._staging.send(table, keys, positions)
 
     def run(
         self,

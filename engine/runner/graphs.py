@@ -30,7 +30,7 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionBackend, DecodePlan, PagedAttentionContext
 from engine.attention.metadata import AttentionMetadata, BoolArray
-from engine.device.h2d import overwrite
+from engine.device.h2d import Staging
 from engine.device.recorder import Recorder
 from engine.models.base import DecoderModel
 from engine.runner.last_tokens import LastTokens
@@ -128,7 +128,9 @@ class _Recording:
         self._tells_inputs = cross_plan is not None and parts.inputs_in_prompt
         self._end = _POSITIONS + (3 if self._has_axes else 1)
         num_rows = self._end + self._tells_inputs
-        self._rows = torch.zeros(num_rows, size, dtype=torch.int64, device=parts.caches[0].device)
+        self._staging = Staging(parts.caches[0].device, num_rows * size)
+        self._shape = num_rows, size
+        [self._rows] = self._staging.send(self._staging.take(*self._shape))
         nothing = _no_requests(causal=False) if cross_plan is not None else None
         if not self.prepare(_no_requests(causal=True), nothing):
             raise ValueError(f"attention backend {parts.backend.name!r} has a plan that does not serve its own padding")
@@ -153,14 +155,16 @@ class _Recording:
 
     def run(self, inputs: StepInputs, positions: IntArray, after_input: BoolArray | None) -> Tensor:
         """Return [size, hidden_size]. Call `prepare` for the same batch first; `after_input` belongs to `cross`."""
-        rows, count = np.zeros(self._rows.shape, np.int64), len(inputs.input_ids)
+        self._staging.begin()
+        rows, count = self._staging.take(*self._shape), len(inputs.input_ids)
+        rows[:] = 0
         rows[0, :count] = inputs.input_ids
         rows[1, :count] = inputs.request_indices
         rows[2, :count] = inputs.slot_mapping
         rows[_POSITIONS : self._end, :count] = positions
         if after_input is not None:
             rows[self._end, :count] = after_input
-        overwrite(self._rows, rows)
+        self._staging.send(rows)
         return self._replay()
 
     def _work(self) -> Tensor:

@@ -29,12 +29,12 @@ class WantedRows:
     """Rows of a step's hidden states with a use.
 
     finished     numbers of the sequences whose last known token is computed: the next one can be sampled
-    last_rows    int64 [len(finished)]: the rows of these tokens
+    last_rows    the rows of these tokens
     prompts      (number of a sequence, start, end): rows of prompt tokens whose log-probabilities are asked for
     """
 
     finished: list[int]
-    last_rows: IntArray
+    last_rows: list[int]
     prompts: list[tuple[int, int, int]]
 
 
@@ -50,7 +50,7 @@ def wanted_rows(step: ScheduledStep, inputs: StepInputs) -> WantedRows:
         wanted = request.sampling.prompt_logprobs is not None and not request.prompt_logprobs_sent
         if wanted and sequence.num_computed_tokens < len(request.prompt):
             prompts.append((index, starts[index], starts[index + 1]))
-    return WantedRows(finished, inputs.query_start_loc[1:][finished] - 1, prompts)
+    return WantedRows(finished, [starts[index + 1] - 1 for index in finished], prompts)
 
 
 def positions_of(step: ScheduledStep, inputs: StepInputs, *, uses_mrope: bool) -> IntArray:
@@ -58,15 +58,13 @@ def positions_of(step: ScheduledStep, inputs: StepInputs, *, uses_mrope: bool) -
     token."""
     if not uses_mrope:
         return inputs.positions
-    requests = [sequence.request for sequence in step.sequences]
-    deltas = [request.mrope_next - len(request.prompt) for request in requests]
-    positions: IntArray = np.tile(inputs.positions + np.repeat(deltas, step.num_tokens), (3, 1))
-    for index, (sequence, request) in enumerate(zip(step.sequences, requests, strict=True)):
-        first = sequence.num_computed_tokens
-        known = request.mrope_positions[:, first : first + step.num_tokens[index]]
-        start = int(inputs.query_start_loc[index])
-        positions[:, start : start + known.shape[1]] = known
-    return positions
+    starts = inputs.query_start_loc.tolist()
+    for sequence, start, end in zip(step.sequences, starts, starts[1:], strict=False):
+        request, first, own = sequence.request, sequence.num_computed_tokens, inputs.axes[:, start:end]
+        np.add(inputs.positions[start:end], request.mrope_next - len(request.prompt), out=own)
+        known = request.mrope_positions[:, first : first + end - start]
+        own[:, : known.shape[1]] = known
+    return inputs.axes
 
 
 def self_metadata(

@@ -10,17 +10,23 @@ From them, per step, with M = max_model_len and K = max_blocks_per_seq:
     request_indices       slot of each token                      repeat(slots, num_scheduled)
     positions             num_computed + place within this step
     token_indices         positions + request_indices * M         -> input_ids
-    block_table_indices   request_indices * K + positions // block_size
-    slot_mapping          block number * block_size + positions % block_size
+    block_table_indices   request_indices * K + positions // block_size  -> block_numbers
+    block_offsets         positions % block_size
+    slot_mapping          block_numbers * block_size + block_offsets
+
+All arrays live in memory made at start: a step writes into it, and allocates none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from engine.state.request import Request, Sequence
 from engine.state.spec import IntArray
@@ -44,26 +50,75 @@ class ScheduledStep:
         return sum(1 for count in self.num_tokens if count == 1)
 
 
+class StepMemory(Protocol):
+    """Room for int64 arrays of a step, made at start, in one piece to be sent to a device."""
+
+    def begin(self) -> None:
+        """Give the room of the last step's arrays to the next step's."""
+
+    def take(self, *shape: int) -> IntArray: ...
+
+
 @dataclass(frozen=True)
 class StepInputs:
-    """Arrays of a step; token-level arrays have an entry per scheduled token, in request order."""
+    """Arrays of a step; token-level arrays have an entry per scheduled token, in request order.
+
+    All are views of memory made at start, valid until the next step is prepared. `axes` [3, num_tokens] is room for the
+    positions of M-RoPE; `num_tokens` are those of each request.
+    """
 
     request_indices: IntArray
     positions: IntArray
     token_indices: IntArray
     input_ids: IntArray
     block_table_indices: IntArray
+    block_numbers: IntArray
+    block_offsets: IntArray
     slot_mapping: IntArray
     query_start_loc: IntArray
     seq_lens: IntArray
     num_computed_tokens: IntArray
+    num_tokens: IntArray
     block_table: IntArray
+    axes: IntArray
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.seq_lens)
+
+    @property
+    def max_query_len(self) -> int:
+        return int(self.num_tokens.max(initial=0))
+
+    @property
+    def attention_mask(self) -> npt.NDArray[np.bool_] | None:
+        """Make the causal mask of self-attention, True for hidden keys; None for decodes, which see all their keys.
+
+        Where every request begins, one mask [max_query_len, max_query_len] serves all; else it is a row for each token,
+        [num_tokens, longest sequence]. Backends derive the same from positions, and store none.
+        """
+        if self.max_query_len <= 1:
+            return None
+        if not self.num_computed_tokens.any():
+            positions = np.arange(self.max_query_len)
+            return positions > positions[:, None]
+        return np.arange(self.seq_lens.max()) > self.positions[:, None]
 
 
 class InputBuffers:
-    """The two tables and the arithmetic over them. A running request holds a slot, a row of each table."""
+    """The two tables and the arithmetic over them. A running request holds a slot, a row of each table.
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    `stage` makes room for the arrays sent to a device: int64, so many. Without it, nothing is prepared.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        max_tokens: int = 0,
+        stage: Callable[[int], StepMemory] | None = None,
+    ) -> None:
         self.max_model_len = max_model_len
         self.block_size = block_size
         self.max_blocks_per_seq = -(-max_model_len // block_size)
@@ -73,7 +128,13 @@ class InputBuffers:
         self._num_tokens = np.zeros(max_num_seqs, np.int64)
         self._num_blocks = np.zeros(max_num_seqs, np.int64)
         self.free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self._arange = np.arange(max(max_num_seqs, max_model_len) + 1)
+        # Of a step: for each sequence, and for each token.
+        self._by_sequence = np.zeros((9, max_num_seqs), np.int64)
+        self._is_behind = np.zeros((2, max_num_seqs), np.bool_)
+        self._by_token = np.zeros((4, max_tokens), np.int64)
+        self._arange = np.arange(max_tokens)
+        num_sent = 7 * max_num_seqs + 1 + 7 * max_tokens + self.block_table.size
+        self._memory = None if stage is None else stage(num_sent)
 
     def acquire_slots(self, sequences: ListOf[Sequence]) -> None:
         """Give a slot to each sequence without one."""
@@ -115,51 +176,83 @@ class InputBuffers:
         An unknown token (below 0) stays below 0 in the table after it has become known. It is read in the step right
         behind, and again only after `acquire_slots`, which writes the whole row anew.
         """
-        count = len(slots)
-        rows, lengths = np.array(slots, np.int64), np.fromiter(map(len, token_ids), np.int64, count)
-        known = self._num_tokens[rows]
-        computed = np.array(num_computed_tokens, np.int64)
-        num_blocks, known_blocks = np.fromiter(map(len, blocks), np.int64, count), self._num_blocks[rows]
+        count, (behind, other) = len(slots), self._is_behind[:, : len(slots)]
+        rows, lengths, known, computed, num_blocks, known_blocks, last, place, found = self._by_sequence[:, :count]
+        rows[:], computed[:] = slots, num_computed_tokens
+        lengths[:], num_blocks[:], last[:] = [*map(len, token_ids)], [*map(len, blocks)], [*map(_LAST, blocks)]
+        _take(self._num_tokens, rows, known)
+        _take(self._num_blocks, rows, known_blocks)
         # The block that is written next may have become another one: a shared block is copied on write.
-        replaced = self.block_table[rows, known_blocks - 1] != np.fromiter(map(_LAST, blocks), np.int64, count)
-        replaced |= computed // self.block_size < known_blocks - 1
-        behind = (lengths > known + 1) | (num_blocks > known_blocks) | replaced
-        for index in np.flatnonzero(behind).tolist():
-            self.update(slots[index], token_ids[index], blocks[index], num_computed_tokens[index])
-        last = np.fromiter(map(_LAST, token_ids), np.int64, count)
-        self.token_ids[rows, lengths - 1] = last
-        self._num_tokens[rows] = np.maximum(lengths, known)
+        np.multiply(rows, self.max_blocks_per_seq, out=place)
+        place += known_blocks
+        place -= 1
+        np.not_equal(_take(self.block_table, place, found), last, out=behind)
+        np.floor_divide(computed, self.block_size, out=place)
+        place += 1
+        behind |= np.less(place, known_blocks, out=other)
+        behind |= np.greater(num_blocks, known_blocks, out=other)
+        behind |= np.greater(lengths, np.add(known, 1, out=place), out=other)
+        for index, is_behind in enumerate(behind.tolist()):
+            if is_behind:
+                self.update(slots[index], token_ids[index], blocks[index], num_computed_tokens[index])
+        last[:] = [*map(_LAST, token_ids)]
+        np.multiply(rows, self.max_model_len, out=place)
+        place += lengths
+        place -= 1
+        self.token_ids.reshape(-1)[place] = last
+        self._num_tokens[rows] = np.maximum(lengths, known, out=known)
         self.num_computed_tokens[rows] = computed
 
     def prepare(self, slots: ListOf[int], num_scheduled_tokens: ListOf[int]) -> StepInputs:
         """Arrays for the next num_scheduled_tokens[i] tokens of the request in slots[i]."""
-        rows, counts = np.asarray(slots), np.asarray(num_scheduled_tokens)
-        computed = self.num_computed_tokens[rows]
-        if counts.max(initial=1) == 1:  # decodes only: one token each
-            query_start_loc = self._arange[: len(rows) + 1]
-            request_indices, positions = rows, computed
-        else:
-            query_start_loc = np.zeros(len(rows) + 1, np.int64)
-            np.cumsum(counts, out=query_start_loc[1:])
-            num_tokens = int(query_start_loc[-1])
-            if num_tokens > len(self._arange):
-                self._arange = np.arange(num_tokens * 2)
-            request_indices = np.repeat(rows, counts)
-            positions = self._arange[:num_tokens] + np.repeat(computed - query_start_loc[:-1], counts)
-        token_indices = positions + request_indices * self.max_model_len
-        block_table_indices = request_indices * self.max_blocks_per_seq + positions // self.block_size
-        block_numbers = self.block_table.ravel()[block_table_indices]
-        seq_lens = computed + counts
-        max_blocks = int(-(-seq_lens.max(initial=0) // self.block_size))
+        memory, count, total = self._memory, len(slots), sum(num_scheduled_tokens)
+        assert memory is not None
+        memory.begin()
+        rows, counts, computed, seq_lens, shift = memory.take(5, count)
+        query_start_loc = memory.take(count + 1)
+        input_ids, positions, slot_mapping, request_indices = memory.take(4, total)
+        token_indices, block_table_indices, block_numbers, block_offsets = self._by_token[:, :total]
+        rows[:], counts[:] = slots, num_scheduled_tokens
+        np.add(_take(self.num_computed_tokens, rows, computed), counts, out=seq_lens)
+        query_start_loc[0] = 0
+        np.cumsum(counts, out=query_start_loc[1:])
+        # The number of each token's request counts up where a request begins.
+        block_offsets[:] = 0
+        block_offsets[query_start_loc[1:-1]] = 1
+        np.cumsum(block_offsets, out=token_indices)
+        _take(rows, token_indices, request_indices)
+        _take(np.subtract(computed, query_start_loc[:-1], out=shift), token_indices, positions)
+        positions += self._arange[:total]
+        np.multiply(request_indices, self.max_model_len, out=token_indices)
+        token_indices += positions
+        _take(self.token_ids, token_indices, input_ids)
+        np.floor_divide(positions, self.block_size, out=block_table_indices)
+        block_table_indices += np.multiply(request_indices, self.max_blocks_per_seq, out=block_numbers)
+        _take(self.block_table, block_table_indices, block_numbers)
+        np.remainder(positions, self.block_size, out=block_offsets)
+        np.add(np.multiply(block_numbers, self.block_size, out=slot_mapping), block_offsets, out=slot_mapping)
+        width = int(-(-seq_lens.max(initial=0) // self.block_size))
+        block_table = memory.take(count, width)
+        for row, slot in enumerate(slots):  # at once, numpy would make an array of their numbers
+            block_table[row] = self.block_table[slot, :width]
         return StepInputs(
             request_indices=request_indices,
             positions=positions,
             token_indices=token_indices,
-            input_ids=self.token_ids.ravel()[token_indices],
+            input_ids=input_ids,
             block_table_indices=block_table_indices,
-            slot_mapping=block_numbers * self.block_size + positions % self.block_size,
+            block_numbers=block_numbers,
+            block_offsets=block_offsets,
+            slot_mapping=slot_mapping,
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
             num_computed_tokens=computed,
-            block_table=self.block_table[rows, :max_blocks],
+            num_tokens=counts,
+            block_table=block_table,
+            axes=memory.take(3, total),
         )
+
+
+def _take(table: IntArray, indices: IntArray, out: IntArray) -> IntArray:
+    """Copy entries of a table, numbered row after row, without memory of its own: that is what "clip" says."""
+    return table.reshape(-1).take(indices, out=out, mode="clip")

@@ -1,17 +1,32 @@
 """Input preparation gives the numbers of the document's two worked steps (block size 2, context 12, budget 10)."""
 
+import tracemalloc
+from dataclasses import fields
+from functools import partial
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.model_info import ModelInfo
+from engine.attention.visible import causal_keys
+from engine.device.h2d import Staging
 from engine.state.inputs import InputBuffers, StepInputs
 from engine.state.request import Sequence
+from tests.engine.driving import Driver, Job, greedy, make_engine, text_tokens
 
 TOKENS = [[100, 101, 102], [200, 201], [300, 301, 302, 303, 304, 305, 306, 307]]
+
+
+CPU = torch.device("cpu")
+
+
+def make_buffers(max_num_seqs: int, max_model_len: int, block_size: int, max_tokens: int) -> InputBuffers:
+    return InputBuffers(max_num_seqs, max_model_len, block_size, max_tokens, partial(Staging, CPU))
 
 
 def acquire_slot(buffers: InputBuffers) -> int:
@@ -22,7 +37,7 @@ def acquire_slot(buffers: InputBuffers) -> int:
 
 @pytest.fixture
 def buffers() -> InputBuffers:
-    buffers = InputBuffers(max_num_seqs=4, max_model_len=12, block_size=2)
+    buffers = make_buffers(max_num_seqs=4, max_model_len=12, block_size=2, max_tokens=10)
     for tokens, blocks in zip(TOKENS, [[1, 2], [3], [4, 5, 6]], strict=True):
         buffers.update(acquire_slot(buffers), tokens, blocks, 0)
     return buffers
@@ -31,6 +46,12 @@ def buffers() -> InputBuffers:
 def expect(inputs: StepInputs, **expected: list[int]) -> None:
     for name, values in expected.items():
         assert getattr(inputs, name).tolist() == values, name
+
+
+def assert_hides(inputs: StepInputs, rows: list[list[bool]]) -> None:
+    mask = inputs.attention_mask
+    assert mask is not None
+    assert mask.tolist() == rows
 
 
 def test_step_1_all_requests_in_prefill(buffers: InputBuffers) -> None:
@@ -42,11 +63,17 @@ def test_step_1_all_requests_in_prefill(buffers: InputBuffers) -> None:
         token_indices=[0, 1, 2, 12, 13, 24, 25, 26, 27, 28],
         input_ids=[100, 101, 102, 200, 201, 300, 301, 302, 303, 304],
         block_table_indices=[0, 0, 1, 6, 6, 12, 12, 13, 13, 14],
+        block_numbers=[1, 1, 2, 3, 3, 4, 4, 5, 5, 6],
+        block_offsets=[0, 1, 0, 0, 1, 0, 1, 0, 1, 0],
         slot_mapping=[2, 3, 4, 6, 7, 8, 9, 10, 11, 12],
         query_start_loc=[0, 3, 5, 10],
         seq_lens=[3, 2, 5],
         num_computed_tokens=[0, 0, 0],
+        num_tokens=[3, 2, 5],
+        block_table=[[1, 2, 0], [3, 0, 0], [4, 5, 6]],
     )
+    assert (inputs.num_requests, inputs.max_query_len) == (3, 5)
+    assert_hides(inputs, [[False] * seen + [True] * (5 - seen) for seen in (1, 2, 3, 4, 5)])
 
 
 def test_step_2_chunked_prefill_beside_decodes(buffers: InputBuffers) -> None:
@@ -61,11 +88,83 @@ def test_step_2_chunked_prefill_beside_decodes(buffers: InputBuffers) -> None:
         token_indices=[3, 14, 29, 30, 31],
         input_ids=[103, 202, 305, 306, 307],
         block_table_indices=[1, 7, 14, 15, 15],
+        block_numbers=[2, 7, 6, 8, 8],
+        block_offsets=[1, 0, 1, 0, 1],
         slot_mapping=[5, 14, 13, 16, 17],
         query_start_loc=[0, 1, 2, 5],
         seq_lens=[4, 3, 8],
         num_computed_tokens=[3, 2, 5],
+        num_tokens=[1, 1, 3],
+        block_table=[[1, 2, 0, 0], [3, 7, 0, 0], [4, 5, 6, 8]],
     )
+    assert (inputs.num_requests, inputs.max_query_len) == (3, 3)
+    assert_hides(inputs, [[False] * seen + [True] * (8 - seen) for seen in (4, 3, 6, 7, 8)])
+
+
+def test_decodes_have_no_mask_for_they_see_all_their_keys(buffers: InputBuffers) -> None:
+    inputs = buffers.prepare([0, 1, 2], [1, 1, 1])
+    assert inputs.attention_mask is None
+    assert causal_keys(1, 9, None, CPU).hidden is None
+
+
+def places(arrays: list[Any]) -> list[tuple[int, int]]:
+    return [(array.ctypes.data, array.ctypes.data + array.nbytes) for array in arrays]
+
+
+def test_a_step_allocates_no_array() -> None:
+    """Neither what it returns nor what it computes with: of 8,192 tokens, not one array is made."""
+    count, length = 32, 256
+    buffers = make_buffers(count, length, 2, max_tokens=count * length)
+    slots = [acquire_slot(buffers) for _ in range(count)]
+    memory = cast(Staging, buffers._memory)
+    started = [array for array in vars(buffers).values() if isinstance(array, np.ndarray)]
+    start = places([*started, *(flat for _, flat in memory._hosts)])
+    tokens, blocks = [[7] * length] * count, [list(range(length // 2))] * count
+
+    def step(computed: int, num_tokens: int) -> None:
+        buffers.update_all(slots, tokens, blocks, [computed] * count)
+        inputs = buffers.prepare(slots, [num_tokens] * count)
+        members = [getattr(inputs, member.name) for member in fields(inputs)]
+        outside = [one for one in places(members) if not any(a <= one[0] and one[1] <= b for a, b in start)]
+        assert not outside
+        told = [inputs.input_ids, inputs.positions, inputs.slot_mapping, inputs.block_table, inputs.request_indices]
+        assert [tensor.data_ptr() for tensor in memory.send(*told)] == [first for first, _ in places(told)]
+
+    step(0, length)
+    tracemalloc.start()
+    try:
+        for computed, num_tokens in ((0, length), (100, 150), (255, 1)):
+            tracemalloc.reset_peak()
+            before, _ = tracemalloc.get_traced_memory()
+            step(computed, num_tokens)
+            assert tracemalloc.get_traced_memory()[1] - before < count * length, "the memory of an eighth of an array"
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("family", ["tiny_llama", "tiny_vision"])
+def test_tensors_of_every_step_lie_in_the_buffers_made_at_start(request: pytest.FixtureRequest, family: str) -> None:
+    info: ModelInfo = request.getfixturevalue(family)
+    engine = make_engine(info, max_num_batched_tokens=16)
+    runner, seen = engine.runner, set[int]()
+    embed, forward, start = runner.model.embed, runner.model.forward, runner.staging._target
+
+    def watched(embeddings: Any, positions: Any, attention: Any, rows: Any = None) -> Any:
+        for tensor in (positions, attention.slot_mapping):
+            assert 0 <= tensor.data_ptr() - start.data_ptr() < start.nbytes
+        seen.add(len(embeddings))
+        return forward(embeddings, positions, attention, rows)
+
+    def watched_embed(input_ids: torch.Tensor) -> torch.Tensor:
+        assert 0 <= input_ids.data_ptr() - start.data_ptr() < start.nbytes
+        return embed(input_ids)
+
+    runner.model.forward, runner.model.embed = watched, watched_embed  # type: ignore[method-assign]
+    driver = Driver(engine)
+    for number in range(3):
+        driver.add(Job(str(number), text_tokens(number, 9 + 5 * number), greedy(4)))
+    driver.finish()
+    assert {16, 3} <= seen, "prompts in parts, and decodes"
 
 
 def test_a_slot_that_is_used_again_remembers_nothing(buffers: InputBuffers) -> None:
@@ -80,7 +179,7 @@ def test_a_slot_that_is_used_again_remembers_nothing(buffers: InputBuffers) -> N
 @given(st.data())
 def test_a_whole_step_is_updated_as_its_rows_one_by_one(data: st.DataObject) -> None:
     """Rows that begin, grow by one, grow by several, wait, get blocks, or have one replaced, in any order."""
-    together, alone = (InputBuffers(max_num_seqs=3, max_model_len=20, block_size=2) for _ in range(2))
+    together, alone = (make_buffers(3, 20, 2, max_tokens=60) for _ in range(2))
     slots = [acquire_slot(together) for _ in range(3)]
     assert [acquire_slot(alone) for _ in range(3)] == slots
     tokens: list[list[int]] = [[1], [2], [3]]
@@ -110,7 +209,7 @@ def test_a_whole_step_is_updated_as_its_rows_one_by_one(data: st.DataObject) -> 
 @given(st.data())
 def test_vectorised_arithmetic_equals_a_loop_over_tokens(data: st.DataObject) -> None:
     block_size = data.draw(st.integers(1, 5))
-    buffers = InputBuffers(max_num_seqs=4, max_model_len=20, block_size=block_size)
+    buffers = make_buffers(4, 20, block_size, max_tokens=80)
     rows, counts, expected = [], [], []
     for number in range(data.draw(st.integers(1, 4))):
         length = data.draw(st.integers(1, 20))
