@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from common.telemetry import Counter
+from engine.device.h2d import send
+from engine.state.bias import AttentionBias
 from engine.state.request import Request
 from engine.state.spec import IntArray
 
@@ -39,7 +42,7 @@ class AttentionMetadata:
     num_computed_tokens
                      [num_requests]: position of each request's first token; None where the tokens are the last of the
                      keys (self-attention), or nobody asks (cross-attention without a bias)
-    requests         [num_requests], for biases by request; None where nobody asks
+    requests         [num_requests], for biases by request; empty where nobody asks
     """
 
     query_start_loc: list[int]
@@ -53,7 +56,7 @@ class AttentionMetadata:
     after_input: BoolArray | None = None
     host_table: IntArray | None = None
     num_computed_tokens: list[int] | None = None
-    requests: Sequence[Request] | None = None
+    requests: Sequence[Request] = ()
 
     @property
     def num_requests(self) -> int:
@@ -67,19 +70,22 @@ class AttentionMetadata:
         table: IntArray = self.block_table.cpu().numpy()
         return table
 
-    @property
-    def counts(self) -> IntArray:
-        """Number of tokens of each request, [num_requests]."""
-        return np.diff(self.query_start_loc)
-
-    @property
+    @cached_property
     def positions(self) -> IntArray:
         """Position of each token in its sequence, [num_tokens]."""
-        counts, known = self.counts, self.num_computed_tokens
-        first = np.asarray(self.seq_lens, np.int64) - counts if known is None else np.asarray(known, np.int64)
-        steps = np.arange(self.query_start_loc[-1]) - np.repeat(self.query_start_loc[:-1], counts)
-        positions: IntArray = np.repeat(first, counts) + steps
+        counts, known = np.diff(self.query_start_loc), self.num_computed_tokens
+        first = np.asarray(self.seq_lens) - counts if known is None else np.asarray(known)
+        positions: IntArray = np.repeat(first - self.query_start_loc[:-1], counts) + np.arange(counts.sum())
         return positions
+
+    def evaluate(self, bias: AttentionBias, keys: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        """Return a bias of the tokens of requests `begin` .. `end` for `keys` [k]: [num_heads or 1, n, k]."""
+        starts = self.query_start_loc[begin : end + 1]
+        [queries] = send(keys.device, self.positions[starts[0] : starts[-1]])
+        if not bias.by_request:
+            return bias.values(queries, keys, None)
+        parts = zip(torch.split(queries, np.diff(starts).tolist()), self.requests[begin:end], strict=True)
+        return torch.cat([bias.values(own, keys, request) for own, request in parts], dim=1)
 
     def decodes(self) -> AttentionMetadata:
         """The part of the requests with a single query token: tokens 0 .. num_decodes."""
@@ -103,7 +109,7 @@ class AttentionMetadata:
             after_input=None if self.after_input is None else self.after_input[first:last],
             host_table=None if self.host_table is None else self.host_table[begin:end],
             num_computed_tokens=None if self.num_computed_tokens is None else self.num_computed_tokens[begin:end],
-            requests=None if self.requests is None else self.requests[begin:end],
+            requests=self.requests[begin:end],
         )
 
 

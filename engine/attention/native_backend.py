@@ -10,7 +10,7 @@ import torch
 from engine.attention.backend import AttentionBackend
 from engine.attention.metadata import AttentionMetadata
 from engine.native import ops
-from engine.state.bias import AttentionBias, bias_values
+from engine.state.bias import AttentionBias
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,7 @@ def _evaluated(plan: _NativePlan, bias: AttentionBias, num_heads: int) -> torch.
     """Return [num_heads, num_tokens, max_len] in float32."""
     values = plan.biases.get(bias)
     if values is None:
-        metadata, keys = plan.metadata, torch.arange(int(plan.key_ranges[:, 1].max()))
-        positions, counts = torch.from_numpy(metadata.positions), metadata.counts.tolist()
-        values = bias_values(bias, positions, keys, metadata.requests, counts).float()
+        keys = torch.arange(int(plan.key_ranges[:, 1].max()))
+        values = plan.metadata.evaluate(bias, keys, 0, plan.metadata.num_requests).float()
         values = plan.biases[bias] = values.expand(num_heads, -1, -1).contiguous()
     return values

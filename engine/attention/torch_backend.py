@@ -22,7 +22,7 @@ from engine.attention.torch_fixed import MAX_KEYS, TorchDecodePlan
 from engine.attention.visible import Visible, attend_once, causal_keys, decode_mask, grouped, keys_in_ranges
 from engine.device.h2d import send
 from engine.native import ops
-from engine.state.bias import AttentionBias, bias_values
+from engine.state.bias import AttentionBias
 from engine.state.spec import HeadSpec
 
 CPU = torch.device("cpu")
@@ -207,8 +207,7 @@ def _mask(plan: _TorchPlan, bias: AttentionBias | None, window: int | None, num_
         [lens] = send(metadata.block_table.device, np.asarray(metadata.seq_lens[:count], np.int64))
         max_len, values = plan.batched_blocks.numel() // count * plan.block_size, None
         if bias is not None:
-            requests = None if metadata.requests is None else metadata.requests[:count]
-            values = bias_values(bias, lens - 1, torch.arange(max_len, device=lens.device), requests, [1] * count)
+            values = metadata.evaluate(bias, torch.arange(max_len, device=lens.device), 0, count)
         batched = decode_mask(lens, max_len, plan.dtype, num_kv_heads, values, window)
     rows = [
         _plan_row(plan, index, bias, window, num_kv_heads)
@@ -230,10 +229,8 @@ def _plan_row(
         visible = keys_in_ranges(end - start, seq_len, ranges, device)
     mask = visible.additive_mask(plan.dtype)
     if bias is not None:
-        [queries] = send(device, metadata.positions[start:end])
         keys = torch.arange(visible.first, visible.last, device=device)
-        requests = None if metadata.requests is None else metadata.requests[index : index + 1]
-        mask = visible.biased_mask(bias_values(bias, queries, keys, requests, [end - start]), plan.dtype)[None]
+        mask = visible.biased_mask(metadata.evaluate(bias, keys, index, index + 1), plan.dtype)[None]
         if end - start == 1:
             mask = grouped(mask, num_kv_heads)
     first_block, last_block = visible.first // block_size, -(-visible.last // block_size)

@@ -9,9 +9,9 @@ import torch
 from engine.attention.backend import DecodePlan
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.visible import attend_once, decode_mask
-from engine.device.h2d import Staging
-from engine.state.bias import AttentionBias, bias_values
+from engine.state.bias import AttentionBias
 from engine.state.spec import IntArray
+from engine.state.staging import Staging
 
 MAX_KEYS: Final = 2**18
 """Of a batch, padding included: with more, a replayed step would take longer than the kernels of an eager one."""
@@ -55,8 +55,9 @@ class TorchDecodePlan(DecodePlan):
         )
         max_keys, seen, addends = keys.shape[2], window if self.causal else None, None
         if bias is not None:
-            places = torch.arange(max_keys, device=query.device)
-            addends = bias_values(bias, self._positions, places, None, [1] * num_requests)
+            if bias.by_request:
+                raise ValueError("a bias that differs by request is not computed at fixed addresses")
+            addends = bias.values(self._positions, torch.arange(max_keys, device=query.device), None)
         mask = decode_mask(self._num_keys, max_keys, query.dtype, num_kv_heads, addends, seen)
         attended = attend_once(query, keys, values, mask, scale)
         return attended if self.causal else attended.masked_fill((self._num_keys == 0)[:, None, None], 0)

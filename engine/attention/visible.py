@@ -89,8 +89,7 @@ def decode_mask(
     if window is not None:
         hidden |= keys < num_keys[:, None] - window
     if values is None:
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-        return mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+        values = torch.zeros(1, *hidden.shape, device=hidden.device)
     return grouped(values.to(dtype).masked_fill(hidden, float("-inf")).transpose(0, 1), num_kv_heads)
 
 

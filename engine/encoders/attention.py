@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from common.telemetry import get_logger
-from engine.attention.flashinfer.paged_batch import Masked, RaggedBatch
+from engine.attention.flashinfer.paged_batch import RaggedBatch
 from engine.attention.flashinfer.ragged import FlashInferRagged
 from engine.attention.flashinfer.wrappers import RAGGED_WORKSPACE_BYTES, Workspace, load_flashinfer
 from engine.attention.select import kernels_missing
@@ -140,7 +140,7 @@ class EncoderAttention:
         self._ragged, self._device = ragged, device
         self._whole: tuple[tuple[int, int], RaggedBatch] | None = None
         self._parts: list[tuple[Tensor, RaggedBatch]] = []
-        self._masks: list[tuple[Tensor, Masked]] = []
+        self._masked: tuple[Tensor, RaggedBatch] | None = None
 
     def __call__(
         self,
@@ -167,7 +167,7 @@ class EncoderAttention:
             )
             return attended, None
         if attention_mask is not None:
-            sequences: RaggedBatch | Masked = self._under(attention_mask, batch, size)
+            sequences = self._under(attention_mask, batch, size)
         else:
             sequences = self._sequences(batch, size) if cu_seq_lens_q is None else self._between(cu_seq_lens_q)
         query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
@@ -179,12 +179,12 @@ class EncoderAttention:
             self._whole = (batch, size), RaggedBatch([size] * batch, self._device)
         return self._whole[1]
 
-    def _under(self, mask: Tensor, batch: int, size: int) -> Masked:
+    def _under(self, mask: Tensor, batch: int, size: int) -> RaggedBatch:
         """Return the sequences under a mask, [batch or 1, 1, size, size]. Layers pass the same tensor."""
-        if not self._masks or self._masks[0][0] is not mask:
+        if self._masked is None or self._masked[0] is not mask:
             flat = mask.expand(batch, 1, size, size).reshape(-1)
-            self._masks = [(mask, Masked(self._sequences(batch, size), flat))]
-        return self._masks[0][1]
+            self._masked = mask, RaggedBatch([size] * batch, self._device, flat)
+        return self._masked[1]
 
     def _between(self, starts: Tensor) -> RaggedBatch:
         """Return the boundaries of images or, in Qwen2.5-VL, windows. Layers pass the same tensors: values are fetched

@@ -85,7 +85,7 @@ class CrossBatch:
             after_input=after,
             host_table=self._table,
             num_computed_tokens=inputs.num_computed_tokens.tolist() if self._biased else None,
-            requests=requests if self._biased else None,
+            requests=requests if self._biased else (),
         )
 
     def _update(self, lists: list[list[int]]) -> None:

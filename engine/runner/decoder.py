@@ -18,7 +18,6 @@ from engine.cache.encoder_cache import EncoderCacheManager
 from engine.device.choice import choose_device, choose_dtype
 from engine.device.copy_stream import AsyncCopy, CopyStream
 from engine.device.gpu_memory import in_words
-from engine.device.h2d import Staging
 from engine.device.memory import MemoryReport, zeros
 from engine.device.memory_profiler import reserved_memory
 from engine.device.recorder import CudaRecorder, Recorder
@@ -80,7 +79,7 @@ class DecoderRunner:
         self.max_model_len = min(config.max_model_len or self.spec.max_model_len, self.spec.max_model_len)
         self.block_size = config.block_size
         self.buffers = InputBuffers(
-            config.max_num_seqs, self.max_model_len, self.block_size, config.max_num_batched_tokens, self._stage
+            config.max_num_seqs, self.max_model_len, self.block_size, config.max_num_batched_tokens, self.device
         )
         self.last_tokens = LastTokens(config.max_num_seqs, self.device)
         self._side = CopyStream.beside(self.device)
@@ -95,10 +94,6 @@ class DecoderRunner:
             in_prompt, biased = not info.is_encoder_decoder, "cross" in self.spec.biased
             self._cross = CrossBatch(self.device, inputs_in_prompt=in_prompt, biased=biased)
         self.caches: list[torch.Tensor] = []
-
-    def _stage(self, num_values: int) -> Staging:
-        self.staging = Staging(self.device, num_values)
-        return self.staging
 
     def allocate(self, memory: MemoryReport) -> None:
         """Allocate pools of the given sizes, and record decode steps."""
@@ -213,7 +208,7 @@ class DecoderRunner:
         self, step: ScheduledStep, inputs: StepInputs, blocks: BlockManager, pieces: ListOf[MergedRows]
     ) -> torch.Tensor:
         """Hidden states of any step, kernel by kernel."""
-        input_ids, positions, slot_mapping, block_table, slots = self.staging.send(
+        input_ids, positions, slot_mapping, block_table, slots = self.buffers.staging.send(
             inputs.input_ids,
             positions_of(step, inputs, uses_mrope=self._uses_mrope),
             inputs.slot_mapping,
@@ -236,9 +231,9 @@ class DecoderRunner:
             for index, start, end in wanted.prompts
         ]
         if len(wanted.finished) < len(hidden):
-            rows = self.staging.take(len(wanted.finished))
+            rows = self.buffers.staging.take(len(wanted.finished))
             rows[:] = wanted.last_rows
-            hidden = hidden[self.staging.send(rows)[0]]
+            hidden = hidden[self.buffers.staging.send(rows)[0]]
         return StepOutput([step.sequences[index] for index in wanted.finished], self.logits(hidden), prompts)
 
     @torch.inference_mode()

@@ -30,12 +30,12 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionBackend, DecodePlan, PagedAttentionContext
 from engine.attention.metadata import AttentionMetadata, BoolArray
-from engine.device.h2d import Staging
 from engine.device.recorder import Recorder
 from engine.models.base import DecoderModel
 from engine.runner.last_tokens import LastTokens
 from engine.state.inputs import StepInputs
 from engine.state.spec import HeadSpec, IntArray
+from engine.state.staging import Staging
 
 _SMALL_SIZES: Final = (1, 2, 4)
 _SIZE_STEP: Final = 8
@@ -232,7 +232,7 @@ def padded(metadata: AttentionMetadata, size: int) -> AttentionMetadata:
         after_input=None if after is None else np.pad(after, (0, more)),
         host_table=whole,
         num_computed_tokens=None if first is None else first + [0] * more,
-        requests=None,
+        requests=(),
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from engine.state.request import Request
 
 
 class AttentionBias(ABC):
-    """What a model adds to the scaled scores of attention, by positions and, with `by_request`, by request.
+    """Adds to the scaled scores of attention, by positions and, with `by_request`, by request.
 
     Minus infinity hides a key; every token must keep one. In self-attention keys are positions of the same sequence:
     those behind the token stay hidden. In cross-attention keys are rows of the request's encoder outputs. Prompts are
@@ -42,18 +41,3 @@ class AttentionMask(AttentionBias):
     def values(self, queries: Tensor, keys: Tensor, request: Request | None) -> Tensor:
         seen = self.seen(queries, keys, request)
         return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, float("-inf"))[None]
-
-
-def bias_values(
-    bias: AttentionBias, queries: Tensor, keys: Tensor, requests: Sequence[Request] | None, counts: Sequence[int]
-) -> Tensor:
-    """Return [num_heads or 1, n, k] for the tokens of several requests, of which request i has `counts[i]`.
-
-    Raises ValueError for a bias by request where none are given, as in recorded steps.
-    """
-    if not bias.by_request:
-        return bias.values(queries, keys, None)
-    if requests is None:
-        raise ValueError("a bias that differs by request is not computed at fixed addresses")
-    parts = zip(torch.split(queries, list(counts)), requests, strict=True)
-    return torch.cat([bias.values(own, keys, request) for own, request in parts], dim=1)

@@ -19,18 +19,20 @@ All arrays live in memory made at start: a step writes into it, and allocates no
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Protocol
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from engine.state.request import Request, Sequence
 from engine.state.spec import IntArray
+from engine.state.staging import Staging
 
+CPU: Final = torch.device("cpu")
 _LAST = itemgetter(-1)
 
 
@@ -48,15 +50,6 @@ class ScheduledStep:
     @property
     def num_decodes(self) -> int:
         return sum(1 for count in self.num_tokens if count == 1)
-
-
-class StepMemory(Protocol):
-    """Room for int64 arrays of a step, made at start, in one piece to be sent to a device."""
-
-    def begin(self) -> None:
-        """Give the room of the last step's arrays to the next step's."""
-
-    def take(self, *shape: int) -> IntArray: ...
 
 
 @dataclass(frozen=True)
@@ -108,7 +101,7 @@ class StepInputs:
 class InputBuffers:
     """The two tables and the arithmetic over them. A running request holds a slot, a row of each table.
 
-    `stage` makes room for the arrays sent to a device: int64, so many. Without it, nothing is prepared.
+    A step has up to `max_tokens` tokens. `staging` holds what of its arrays is sent to `device`.
     """
 
     def __init__(
@@ -117,7 +110,7 @@ class InputBuffers:
         max_model_len: int,
         block_size: int,
         max_tokens: int = 0,
-        stage: Callable[[int], StepMemory] | None = None,
+        device: torch.device = CPU,
     ) -> None:
         self.max_model_len = max_model_len
         self.block_size = block_size
@@ -134,7 +127,7 @@ class InputBuffers:
         self._by_token = np.zeros((4, max_tokens), np.int64)
         self._arange = np.arange(max_tokens)
         num_sent = 7 * max_num_seqs + 1 + 7 * max_tokens + self.block_table.size
-        self._memory = None if stage is None else stage(num_sent)
+        self.staging = Staging(device, num_sent)
 
     def acquire_slots(self, sequences: ListOf[Sequence]) -> None:
         """Give a slot to each sequence without one."""
@@ -205,8 +198,7 @@ class InputBuffers:
 
     def prepare(self, slots: ListOf[int], num_scheduled_tokens: ListOf[int]) -> StepInputs:
         """Arrays for the next num_scheduled_tokens[i] tokens of the request in slots[i]."""
-        memory, count, total = self._memory, len(slots), sum(num_scheduled_tokens)
-        assert memory is not None
+        memory, count, total = self.staging, len(slots), sum(num_scheduled_tokens)
         memory.begin()
         rows, counts, computed, seq_lens, shift = memory.take(5, count)
         query_start_loc = memory.take(count + 1)

@@ -103,7 +103,8 @@ class FlashInferBackend(AttentionBackend):
             reason = reason or (None if mask is None else self._no_masks)
             if reason is None:
                 try:
-                    self._run_batch(queries, cache, batch, attended, scale, window, mask)
+                    shown = batch if mask is None else batch.masked(mask, window if batch.metadata.causal else None)
+                    self._run_batch(queries, cache, shown, attended, scale, window)
                 except Exception as error:  # the kernel that packs masks is tried here, not at start
                     if mask is None:
                         raise
@@ -122,19 +123,16 @@ class FlashInferBackend(AttentionBackend):
         out: torch.Tensor,
         scale: float | None,
         window: int | None,
-        mask: AttentionMask | None,
     ) -> None:
-        causal, (_, _, block_size, num_kv_heads, head_dim) = batch.metadata.causal, cache.shape
+        masked, (_, _, block_size, num_kv_heads, head_dim) = batch.mask is not None, cache.shape
+        causal = batch.metadata.causal and not masked
         heads, seen = HeadSpec(query.shape[1], num_kv_heads, head_dim), window if causal else None
-        if mask is None:
-            call = Call(batch.phase, causal, heads, block_size, query.dtype, scale, seen)
-        else:  # which holds the causal triangle and the window, too
-            call = Call(batch.phase, False, heads, block_size, query.dtype, scale, None, masked=True)
+        call = Call(batch.phase, causal, heads, block_size, query.dtype, scale, seen, masked)
         wrapper = self._wrappers.get(call)
         if wrapper is None:
-            make = DecodeWrapper if call.phase == "decode" and mask is None else PrefillWrapper
+            make = DecodeWrapper if batch.phase == "decode" and not masked else PrefillWrapper
             wrapper = self._wrappers[call] = make(self._workspace, call)
-        wrapper.bring_to(batch if mask is None else batch.masked(mask, seen))
+        wrapper.bring_to(batch)
         wrapper.run(query, cache, out)
         if batch.blind is not None:
             out.masked_fill_(batch.blind, 0)

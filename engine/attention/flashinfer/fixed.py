@@ -8,7 +8,7 @@ from engine.attention.backend import DecodePlan
 from engine.attention.flashinfer.paged_batch import Pages, page_table
 from engine.attention.flashinfer.wrappers import Call, DecodeWrapper, FixedBuffers, Workspace
 from engine.attention.metadata import AttentionMetadata, cross_plans_reused, is_same_batch
-from engine.device.h2d import overwrite
+from engine.device.h2d import send
 from engine.state.spec import HeadSpec, IntArray
 
 
@@ -44,7 +44,7 @@ class FlashInferDecodePlan(DecodePlan):
             return
         table = page_table(metadata.table, num_keys, self.block_size)
         if not self.causal:
-            overwrite(self._blind, table.is_empty[:, None, None])
+            self._blind.copy_(send(self._workspace.device, table.is_empty[:, None, None])[0])
         self._metadata, self._pages = metadata, Pages.send(table, self._workspace.device)
         for wrapper in self._wrappers.values():
             wrapper.bring_to(self._pages)

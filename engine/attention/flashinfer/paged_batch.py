@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -78,19 +79,14 @@ class Pages:
         return cls(indptr, indices.to(device, non_blocking=True), last_page_len, num_keys)
 
 
-@dataclass(frozen=True, eq=False)
-class Masked:
-    """A batch under a mask: bool, flat, with [queries, keys] of request after request, on the device."""
-
-    batch: PagedBatch | RaggedBatch
-    mask: torch.Tensor
-
-
 class PagedBatch:
     """One phase of a step: all decodes or all prefills. Derived tensors are made on first use.
 
-    Its tokens are `start` .. `end` of the step's.
+    Its tokens are `start` .. `end` of the step's. `mask`, of `masked` ones: bool, flat, with [queries, keys] of request
+    after request, on the device.
     """
+
+    mask: torch.Tensor | None = None
 
     def __init__(
         self, phase: Phase, start: int, metadata: AttentionMetadata, block_size: int, device: torch.device
@@ -101,7 +97,7 @@ class PagedBatch:
         self.num_keys = common_keys(metadata)
         self._block_size, self._device = block_size, device
         self._other_plan: Any = None
-        self._masked: dict[tuple[AttentionMask, int | None], Masked] = {}
+        self._masked: dict[tuple[AttentionMask, int | None], PagedBatch] = {}
 
     def is_same(self, start: int, metadata: AttentionMetadata) -> bool:
         """Return whether the given metadata describe this batch, for cross-attention."""
@@ -113,12 +109,12 @@ class PagedBatch:
             self._other_plan = backend.plan(self.metadata, self._block_size, dtype)
         return self._other_plan
 
-    def masked(self, mask: AttentionMask, window: int | None) -> Masked:
-        """Return the batch under a mask, and in causal attention within a window."""
+    def masked(self, mask: AttentionMask, window: int | None) -> PagedBatch:
+        """Return the batch under a mask, which in causal attention holds the triangle and a window, too."""
         known = self._masked.get((mask, window))
         if known is None:
-            rows = [self._seen(mask, index, window) for index in range(self.metadata.num_requests)]
-            known = self._masked[mask, window] = Masked(self, torch.cat(rows))
+            known = self._masked[mask, window] = copy.copy(self)
+            known.mask = torch.cat([self._seen(mask, index, window) for index in range(self.metadata.num_requests)])
         return known
 
     def _seen(self, mask: AttentionMask, index: int, window: int | None) -> torch.Tensor:
@@ -127,7 +123,7 @@ class PagedBatch:
         tokens = slice(metadata.query_start_loc[index], metadata.query_start_loc[index + 1])
         [queries] = send(self._device, metadata.positions[tokens])
         keys = torch.arange(int(self._table.num_keys[index]), device=self._device)
-        seen = mask.seen(queries, keys, metadata.requests[index] if mask.by_request and metadata.requests else None)
+        seen = mask.seen(queries, keys, metadata.requests[index] if mask.by_request else None)
         if metadata.causal:
             seen = seen & (keys <= queries[:, None])
             if window is not None:
@@ -166,9 +162,10 @@ class PagedBatch:
 
 class RaggedBatch:
     """Sequences laid end to end. `starts` int32 [n + 1], on the host (pinned), holds the beginnings and the last
-    end."""
+    end; `mask` is flat, as in `PagedBatch`."""
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+    def __init__(self, lengths: Sequence[int], device: torch.device, mask: torch.Tensor | None = None) -> None:
+        self.mask = mask
         self.lengths = tuple(lengths)
         self.starts = _pinned([0, *accumulate(lengths)], device)
         self._other_plan: Any = None

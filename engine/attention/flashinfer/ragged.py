@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from engine.attention.flashinfer.paged_batch import Masked, RaggedBatch
+from engine.attention.flashinfer.paged_batch import RaggedBatch
 from engine.attention.flashinfer.served import ReasonLog, unserved
 from engine.attention.flashinfer.wrappers import RaggedCall, RaggedWrapper, Workspace
 from engine.attention.torch_backend import TorchBackend
@@ -34,7 +34,7 @@ class FlashInferRagged:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        batch: RaggedBatch | Masked,
+        batch: RaggedBatch,
         *,
         scale: float | None = None,
     ) -> torch.Tensor:
@@ -43,9 +43,9 @@ class FlashInferRagged:
         `scale` is 1 / sqrt(head_dim) if not given. Ask `serves` first for a masked batch.
         """
         heads = HeadSpec(query.shape[1], key.shape[1], query.shape[2])
-        if isinstance(batch, RaggedBatch) and not self.serves(heads, query.dtype):
+        if not self.serves(heads, query.dtype):
             return self._torch.run_ragged(query, key, value, batch.plan_of(self._torch), scale=scale)
-        call = RaggedCall(heads, query.dtype, scale, masked=isinstance(batch, Masked))
+        call = RaggedCall(heads, query.dtype, scale, masked=batch.mask is not None)
         return self._planned(call, batch).run(query, key, value)
 
     def serves(self, heads: HeadSpec, dtype: torch.dtype) -> bool:
@@ -55,7 +55,7 @@ class FlashInferRagged:
             self._reasons.warn(reason)
         return reason is None
 
-    def _planned(self, call: RaggedCall, batch: RaggedBatch | Masked) -> RaggedWrapper:
+    def _planned(self, call: RaggedCall, batch: RaggedBatch) -> RaggedWrapper:
         """Return a wrapper planned for the batch: an existing plan, a new wrapper, or the least recently used."""
         wrappers = self._wrappers.setdefault(call, [])
         index = next((index for index, wrapper in enumerate(wrappers) if wrapper.is_planned_for(batch)), None)

@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import torch
 
-from engine.attention.flashinfer.paged_batch import Masked, PagedBatch, Pages, Phase, RaggedBatch
+from engine.attention.flashinfer.paged_batch import PagedBatch, Pages, Phase, RaggedBatch
 from engine.attention.flashinfer.served import needs_tensor_cores
 from engine.state.spec import HeadSpec
 
@@ -195,10 +195,8 @@ class PrefillWrapper(PagedWrapper):
         wrapper = workspace.flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace.buffer, LAYOUT, backend=KERNELS)
         super().__init__(workspace, call, wrapper)
 
-    def _plan(self, given: PagedBatch | Masked) -> None:
-        batch, mask = (given.batch, given.mask) if isinstance(given, Masked) else (given, None)
-        assert isinstance(batch, PagedBatch)
-        pages, call, place = batch.pages, self._call, CPU if mask is None else self._device
+    def _plan(self, batch: PagedBatch) -> None:
+        pages, call, place = batch.pages, self._call, CPU if batch.mask is None else self._device
         self._wrapper.plan(
             batch.query_starts.to(place, non_blocking=True),
             pages.indptr.to(place, non_blocking=True),
@@ -215,7 +213,7 @@ class PrefillWrapper(PagedWrapper):
             kv_data_type=call.dtype,
             seq_lens=pages.num_keys,
             max_token_per_sequence=batch.max_queries,
-            custom_mask=mask,
+            custom_mask=batch.mask,
         )
 
 
@@ -247,10 +245,8 @@ class RaggedWrapper(_Planned):
         attended: torch.Tensor = self._wrapper.run(query, key, value)
         return attended
 
-    def _plan(self, given: RaggedBatch | Masked) -> None:
-        batch, mask = (given.batch, given.mask) if isinstance(given, Masked) else (given, None)
-        assert isinstance(batch, RaggedBatch)
-        call, starts = self._call, batch.starts if mask is None else batch.starts.to(self._device)
+    def _plan(self, batch: RaggedBatch) -> None:
+        call, starts = self._call, batch.starts if batch.mask is None else batch.starts.to(self._device)
         self._wrapper.plan(
             starts,
             starts,
@@ -262,5 +258,5 @@ class RaggedWrapper(_Planned):
             q_data_type=call.dtype,
             kv_data_type=call.dtype,
             disable_split_kv=True,
-            custom_mask=mask,
+            custom_mask=batch.mask,
         )

@@ -8,9 +8,10 @@ import torch
 
 from engine.cache.block_manager import BlockMove
 from engine.device.copy_stream import CopyStream
-from engine.device.h2d import ALIGNMENT, Array, fetch, overwrite, pack, send, send_tensor, unpack
+from engine.device.h2d import ALIGNMENT, Array, fetch, pack, send, send_tensor, unpack
 from engine.runner.last_tokens import LastTokens
 from engine.runner.moves import copy_runs, move_blocks, read_tokens, write_tokens
+from engine.state.staging import Staging
 
 CPU = torch.device("cpu")
 needs_gpu = [
@@ -60,11 +61,13 @@ def test_a_cpu_shares_the_memory_of_the_arrays() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_sent_while_the_device_is_busy_is_not_overwritten_by_what_is_sent_next(device: str) -> None:
     busy = torch.ones(2048 if device == "cuda" else 8, 2048 if device == "cuda" else 8, device=device)
-    target, seen, sent = torch.zeros(3, dtype=torch.int64, device=device), [], []
+    staging, seen, sent = Staging(torch.device(device), 3), [], []
     for value in range(50):
         busy = busy @ busy / len(busy)
-        overwrite(target, np.full(3, value))
-        seen.append(target.clone())
+        staging.begin()
+        array = staging.take(3)
+        array[:] = value
+        seen.append(staging.send(array)[0].clone())
         sent += send(torch.device(device), np.full(3, value))
     assert [tensor.tolist() for tensor in seen] == [[value] * 3 for value in range(50)]
     assert [tensor.tolist() for tensor in sent] == [[value] * 3 for value in range(50)]

@@ -1,4 +1,4 @@
-"""A family outside of Triptych that masks each request in its own way, in all three attentions, equals dense attention."""
+"""A family outside of Triptych masks each request in its own way, in all three attentions, as dense attention does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from common.messages import InputLayout
 from common.model_info import ModelInfo
-from engine.encoders.attention import with_encoder_attention
 from engine.encoders.text import BartEncoder
 from engine.models.bart import BartDecoder
 from engine.models.base import AttentionContext, EncoderRows
@@ -75,7 +74,7 @@ class MaskedEncoder(BartEncoder):
     """Its processor would say how far back each text looks, as `reach`."""
 
     def __init__(self, config: Any) -> None:
-        super().__init__(with_encoder_attention(config))
+        super().__init__(config)
 
     @torch.inference_mode()
     def encode(self, items: Any) -> list[Tensor]:

@@ -2,7 +2,6 @@
 
 import tracemalloc
 from dataclasses import fields
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 
 from common.model_info import ModelInfo
 from engine.attention.visible import causal_keys
-from engine.device.h2d import Staging
 from engine.state.inputs import InputBuffers, StepInputs
 from engine.state.request import Sequence
 from tests.engine.driving import Driver, Job, greedy, make_engine, text_tokens
@@ -26,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def make_buffers(max_num_seqs: int, max_model_len: int, block_size: int, max_tokens: int) -> InputBuffers:
-    return InputBuffers(max_num_seqs, max_model_len, block_size, max_tokens, partial(Staging, CPU))
+    return InputBuffers(max_num_seqs, max_model_len, block_size, max_tokens)
 
 
 def acquire_slot(buffers: InputBuffers) -> int:
@@ -116,7 +114,7 @@ def test_a_step_allocates_no_array() -> None:
     count, length = 32, 256
     buffers = make_buffers(count, length, 2, max_tokens=count * length)
     slots = [acquire_slot(buffers) for _ in range(count)]
-    memory = cast(Staging, buffers._memory)
+    memory = buffers.staging
     started = [array for array in vars(buffers).values() if isinstance(array, np.ndarray)]
     start = places([*started, *(flat for _, flat in memory._hosts)])
     tokens, blocks = [[7] * length] * count, [list(range(length // 2))] * count
@@ -147,7 +145,7 @@ def test_tensors_of_every_step_lie_in_the_buffers_made_at_start(request: pytest.
     info: ModelInfo = request.getfixturevalue(family)
     engine = make_engine(info, max_num_batched_tokens=16)
     runner, seen = engine.runner, set[int]()
-    embed, forward, start = runner.model.embed, runner.model.forward, runner.staging._target
+    embed, forward, start = runner.model.embed, runner.model.forward, runner.buffers.staging._target
 
     def watched(embeddings: Any, positions: Any, attention: Any, rows: Any = None) -> Any:
         for tensor in (positions, attention.slot_mapping):
