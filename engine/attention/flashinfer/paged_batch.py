@@ -113,8 +113,9 @@ class PagedBatch:
         """Return the batch under a mask, which in causal attention holds the triangle and a window, too."""
         known = self._masked.get((mask, window))
         if known is None:
+            rows = [self._seen(mask, index, window) for index in range(self.metadata.num_requests)]
             known = self._masked[mask, window] = copy.copy(self)
-            known.mask = torch.cat([self._seen(mask, index, window) for index in range(self.metadata.num_requests)])
+            known.mask, known._masked = torch.cat(rows), {}
         return known
 
     def _seen(self, mask: AttentionMask, index: int, window: int | None) -> torch.Tensor:
