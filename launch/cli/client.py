@@ -15,6 +15,9 @@ import httpx
 from common.errors import TriptychError
 from common.keys import bearer
 
+_HINT = ": use /v1/completions"
+"""Ends the error of a model that holds no conversations: an encoder-decoder of text, or one without a chat template."""
+
 
 @dataclass(frozen=True)
 class ClientOptions:
@@ -135,6 +138,8 @@ class ApiClient:
         try:
             call = self._transcribe if job.is_transcription else self._chat
             await call(job, outcome, on_text)
+            if not job.media and (outcome.error or "").endswith(_HINT):
+                await self._generate("/v1/completions", {"prompt": job.prompt}, outcome, on_text)
         except httpx.HTTPError as error:
             outcome.error = f"{type(error).__name__}: {error}".rstrip(": ")
         except (ValueError, KeyError, TypeError, IndexError) as error:
@@ -143,18 +148,22 @@ class ApiClient:
         return outcome
 
     async def _chat(self, job: ClientRequest, outcome: ClientResult, on_text: OnText) -> None:
-        """Stream the answer: otherwise the time to the first token could not be measured."""
         parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": m.data_url}} for m in job.media]
         content = [*parts, {"type": "text", "text": job.prompt}] if parts else job.prompt
+        messages = [{"role": "user", "content": content}]
+        await self._generate("/v1/chat/completions", {"messages": messages}, outcome, on_text)
+
+    async def _generate(self, path: str, prompt: dict[str, Any], outcome: ClientResult, on_text: OnText) -> None:
+        """Stream the answer: otherwise the time to the first token could not be measured."""
         body = {
             "model": self._model,
-            "messages": [{"role": "user", "content": content}],
+            **prompt,
             "max_tokens": self._options.max_tokens,
             "temperature": self._options.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        async with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
+        async with self._http.stream("POST", path, json=body) as response:
             if not response.is_success:
                 outcome.error = _describe(response, await response.aread())
                 return
@@ -194,7 +203,8 @@ async def _add_events(response: httpx.Response, outcome: ClientResult, on_text: 
             continue
         outcome.request_id = event.get("id", outcome.request_id)
         choices = event.get("choices", [])
-        text = "".join(choice.get("delta", {}).get("content") or "" for choice in choices) or event.get("delta", "")
+        texts = (choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
+        text = "".join(texts) or event.get("delta", "")
         if text:
             outcome.ttft_s = outcome.ttft_s or time.perf_counter() - outcome.began
             outcome.text += text

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-import json
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
 _QUESTIONS = {
     "image": 'picture.png --prompt "What is in the picture?"',
     "audio": "speech.flac",
+    "text": '--prompt "one thousand two hundred four"',
     None: '--prompt "Name three colours."',
 }
 EXIT_INTERRUPTED = 130
@@ -83,11 +82,7 @@ def _announce(plan: Plan) -> str:
 
 def _example(plan: Plan) -> str:
     """Return a command with a question that the cluster's model can answer."""
-    kind, base_url = plan.info.media_kind, plan.base_url
-    if kind == "text":  # it holds no conversations
-        body = json.dumps({"model": plan.settings.served_model_name, "prompt": "The rain in Spain"})
-        return f"curl {base_url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
-    return f"triptych request {_QUESTIONS[kind]} --url {base_url}"
+    return f"triptych request {_QUESTIONS[plan.info.media_kind]} --url {plan.base_url}"
 
 
 async def _serve(plan: Plan, console: Console, start_timeout_s: float) -> int:

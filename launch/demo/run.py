@@ -1,4 +1,4 @@
-"""`triptych demo`: a real cluster, fresh images, true answers, and the work of each stage."""
+"""`triptych demo`: real clusters, fresh images, true answers, and the work of each stage; then numbers and dates."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from launch.cli.client import ApiClient, ClientOptions, ClientRequest, ClientRes
 from launch.cli.console import ConsoleReporter, make_console
 from launch.cluster.children import adopt_orphans
 from launch.cluster.local_cluster import LocalCluster
+from launch.demo.numbers import follow_chains, show_chains
 from launch.demo.scenes import QUESTIONS, SIZES, render
 
 if TYPE_CHECKING:
@@ -51,8 +52,9 @@ class Question:
 
 
 def run_demo(settings: Settings, pictures: int, seed: int) -> int:
-    """Run the demo; return 1 if a request failed or too many answers are wrong, 0 otherwise. Raises TriptychError as a
-    cluster does."""
+    """Run the demo with signpost, then numerals; return 1 if a request failed or too many answers are wrong, else 0.
+
+    Raises TriptychError as a cluster does."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: the cluster is taken down
     adopt_orphans()
     console = make_console()
@@ -65,7 +67,12 @@ def run_demo(settings: Settings, pictures: int, seed: int) -> int:
     for question in questions:
         console.print()
         console.print(_show(question, console))
-    return _conclude(console, questions, wall_s)
+    signs = _conclude(console, questions, wall_s)
+    console.print()
+    settings = settings.model_copy(update={"model": "numerals"})
+    with LocalCluster(settings, reporter=ConsoleReporter(console, "demo")) as cluster:
+        chains = asyncio.run(follow_chains(cluster.base_url, random.Random(seed), own_api_key(settings)))
+    return max(signs, show_chains(console, chains))
 
 
 def draw_questions(rng: random.Random, pictures: int) -> list[Question]:

@@ -1,4 +1,4 @@
-"""Train numerals from scratch, on one CPU core, in 45 minutes.
+"""Train numerals from scratch, on one CPU core, in 25 minutes.
 
     python -m tools.numerals.train common/bundled/numerals
 
@@ -61,7 +61,7 @@ def main() -> None:
     """Train, and write the model; print the mean loss of every hundred steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where to write the model")
-    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--batch", type=int, default=256, help="questions in a step")
     parser.add_argument("--rate", type=float, default=2e-3, help="the highest learning rate")
     parser.add_argument("--seed", type=int, default=0, help="of fresh weights and of the questions")
