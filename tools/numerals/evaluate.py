@@ -12,7 +12,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from tools.numerals.data import ALWAYS_TRAINED, KINDS, ask, draw, pad
@@ -28,7 +27,6 @@ def tables(count: int, seed: int) -> Iterator[tuple[str, list[tuple[str, str]]]]
             yield f"{kind} below 100, trained", [ask(kind, number, rng) for number in range(ALWAYS_TRAINED)]
 
 
-@torch.inference_mode()
 def answer(model: Any, tokenizer: Any, questions: list[str], batch: int = 250) -> list[str]:
     """Return an answer per question, in order."""
     answers: list[str] = []

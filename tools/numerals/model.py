@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from pathlib import Path
 from typing import Final
 
@@ -28,8 +27,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     bpe.normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.Lowercase(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
     )
-    longest_first = sorted(MORPHEMES, key=len, reverse=True)
-    pattern = Regex(rf" ?({'|'.join(map(re.escape, longest_first))})|\d")
+    longest_first = "|".join(sorted(MORPHEMES, key=len, reverse=True))
+    pattern = Regex(rf" ?({longest_first})|\d")
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(pattern, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -41,9 +40,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     bpe.train_from_iterator([f"{space}{word}" for space in ("", "x ") for word in MORPHEMES], trainer)
-    bpe.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", BOS), ("</s>", EOS)]
-    )
+    ends = [("<s>", BOS), ("</s>", EOS)]
+    bpe.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", pad_token="<pad>", model_max_length=MAX_LENGTH
     )

@@ -36,22 +36,6 @@ def make_optimisers(model: BartForConditionalGeneration) -> list[Optimizer]:
     ]
 
 
-def take_step(
-    model: BartForConditionalGeneration, optimisers: list[Optimizer], batch: dict[str, Tensor], rate: float
-) -> float:
-    """Take a step at a learning rate. Return the loss before the step."""
-    loss: Tensor = model(**batch).loss
-    for optimiser in optimisers:
-        optimiser.zero_grad(set_to_none=True)
-        for group in optimiser.param_groups:
-            group["lr"] = rate
-    torch.autograd.backward(loss)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for optimiser in optimisers:
-        optimiser.step()
-    return loss.item()
-
-
 def rate_scale(step: int, steps: int) -> float:
     """Warm up, then fall along a cosine to a hundredth."""
     return min(1.0, (step + 1) / _WARM_UP) * (0.505 + 0.495 * math.cos(math.pi * step / steps))
@@ -69,15 +53,23 @@ def main() -> None:
     torch.set_num_threads(1)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, arguments.seed)
-    optimisers, losses, begin = make_optimisers(model), [], time.monotonic()
+    optimisers, losses, begin = make_optimisers(model), list[float](), time.monotonic()
     batches = training_batches(tokenizer, arguments.seed, arguments.batch)
-    for step, batch in enumerate(islice(batches, arguments.steps)):
-        rate = arguments.rate * rate_scale(step, arguments.steps)
-        losses.append(take_step(model, optimisers, batch, rate))
-        if (step + 1) % 100 == 0:
-            mean, minutes = sum(losses[-100:]) / 100, (time.monotonic() - begin) / 60
-            print(f"step {step + 1}  loss {mean:.5f}  {minutes:.1f} min", flush=True)
-        if (step + 1) % 500 == 0 or step + 1 == arguments.steps:
+    for step, batch in enumerate(islice(batches, arguments.steps), 1):
+        loss: Tensor = model(**batch).loss
+        for optimiser in optimisers:
+            optimiser.zero_grad(set_to_none=True)
+            for group in optimiser.param_groups:
+                group["lr"] = arguments.rate * rate_scale(step - 1, arguments.steps)
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimiser in optimisers:
+            optimiser.step()
+        losses.append(loss.item())
+        if step % 100 == 0:
+            loss_of_hundred, minutes = sum(losses[-100:]) / 100, (time.monotonic() - begin) / 60
+            print(f"step {step}  loss {loss_of_hundred:.5f}  {minutes:.1f} min", flush=True)
+        if step % 500 == 0 or step == arguments.steps:
             save_folder(model, tokenizer, arguments.folder)
 
 

@@ -45,6 +45,11 @@ _DATES: Final = {
     "{day}.{number}.{year}|{day}. {short} {year}",
     "fr": "{ordinal} {month} {year}|{day} {month} {year}|le {ordinal} {month} {year}|{day} {short} {year}",
 }
+_ORDINALS: Final[dict[str, dict[int, str]]] = {
+    "en": {1: "st", 2: "nd", 3: "rd", 21: "st", 22: "nd", 23: "rd", 31: "st"},
+    "de": {},
+    "fr": {1: "er"},
+}
 MORPHEMES: Final = sorted(
     {
         *(_ENGLISH + _ENGLISH_TENS + _list("hundred thousand and")),
@@ -149,14 +154,8 @@ def spell_date(language: str, day: date, rng: Random) -> str:
         day=day.day,
         number=day.month,
         year=day.year,
-        ordinal=_ordinal(language, day.day),
+        ordinal=f"{day.day}{_ORDINALS[language].get(day.day, 'th' if language == 'en' else '')}",
         month=MONTHS[language][day.month - 1],
         short=SHORT_MONTHS[language][day.month - 1],
     )
     return _without_accents(text) if rng.random() < 0.1 else text
-
-
-def _ordinal(language: str, day: int) -> str:
-    if language == "fr":
-        return "1er" if day == 1 else str(day)
-    return f"{day}{'th' if 10 < day < 14 else {1: 'st', 2: 'nd', 3: 'rd'}.get(day % 10, 'th')}"

@@ -20,7 +20,8 @@ def soak(
     topology: Annotated[str, typer.Option(help="The first instance of each role is spared by faults.")] = "2e2p2d",
     audio_model: Annotated[str | None, typer.Option(help="One that transcribes: runs beside the other.")] = None,
     audio_topology: Annotated[str, typer.Option(help="Of the cluster that transcribes.")] = "1e2pd",
-    in_flight: Annotated[int, typer.Option(min=2, help="Requests at once; a quarter of them audio, if any.")] = 16,
+    text_model: Annotated[str, typer.Option(help="One that takes the text of numbers: beside the other.")] = "numerals",
+    in_flight: Annotated[int, typer.Option(min=4, help="Requests at once; a quarter text, a quarter audio.")] = 16,
     fault_every_s: Annotated[float, typer.Option(help="Mean time between faults; 0 for none.")] = 90.0,
     seed: Annotated[int | None, typer.Option(help="Of requests and faults; drawn and printed if not given.")] = None,
     write: Annotated[Path | None, typer.Option(help="A file for the page.")] = None,
@@ -38,9 +39,10 @@ def soak(
 
     adopt_orphans()
     chosen = seed if seed is not None else random.SystemRandom().randrange(10**6)
-    clips = max(1, in_flight // 4) if audio_model else 0
-    parts = [Part("pictures", model, topology, in_flight - clips)]
-    parts += [Part("audio", audio_model, audio_topology, clips)] if audio_model else []
+    quarter = in_flight // 4
+    parts = [Part("text", text_model, "1e2pd", quarter)]
+    parts += [Part("audio", audio_model, audio_topology, quarter)] if audio_model else []
+    parts.insert(0, Part("pictures", model, topology, in_flight - quarter * len(parts)))
     findings = run_soak(Plan(minutes, tuple(parts), fault_every_s, chosen))
     page = as_markdown(findings)
     print(page)

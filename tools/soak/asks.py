@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from tools.bench import workloads
+from tools.numerals.words import LANGUAGES, spell
 
 REPEATED = 24  # images and clips that come again and again, beside new ones
 LEFT = 0.15  # share of streamed answers whose clients leave before the end
@@ -69,9 +70,22 @@ def draw_transcriptions(model: str, rng: random.Random) -> Iterator[Ask]:
         yield Ask(name, "/v1/audio/transcriptions", body, stream, leave, again, files={"file": clip})
 
 
+def draw_numbers(model: str, rng: random.Random) -> Iterator[Ask]:
+    """Endless numbers, new and repeated, in digits and in words of three languages; greedy and sampled by a seed."""
+    for number in itertools.count():
+        again, source = _draw_source(rng, number)
+        name, language, value = f"number {source.random()}", source.choice(LANGUAGES), source.randrange(10**6)
+        prompt = source.choice((f"{language}: {value}", spell(language, value, source)))
+        body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": 48, "return_token_ids": True}
+        body |= source.choice(({"temperature": 0}, {"temperature": 1.0, "seed": value, "n": 2}))
+        stream, leave = _draw_manner(rng)
+        yield Ask(name, "/v1/completions", body, stream, leave, again)
+
+
 DRAWS: Final[dict[str, Callable[[str, random.Random], Iterator[Ask]]]] = {
     "pictures": draw_chats,
     "audio": draw_transcriptions,
+    "text": draw_numbers,
 }
 """Endless requests of each kind, for a model that the API calls by this name."""
 
