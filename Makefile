@@ -1,5 +1,5 @@
 # Everything here works from a clean clone: Python 3.11 to 3.14, make and a package index are enough.
-#   make demo    start a cluster with the bundled model, ask it about pictures, show what happened
+#   make demo    start clusters with the bundled models, ask about pictures and numbers, show what happened
 #   make test    linters, types, import contracts and the tests of the five-minute loop
 
 PYTHON ?= python3
@@ -21,7 +21,7 @@ export OMP_WAIT_POLICY := PASSIVE
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/demo.stamp ## Start a cluster with the bundled model and ask it about pictures.
+demo: $(VENV)/demo.stamp ## Start clusters with the bundled models, ask about pictures and numbers.
 	@$(BIN)/triptych demo $(ARGS)
 
 test: $(VENV)/test.stamp ## Lint, types, contracts and the quick tests; ARGS="tests/broker -k lease": just these tests.

@@ -235,7 +235,8 @@ def demo(
     pictures: Annotated[int, typer.Option(min=1, max=32, help="How many pictures.")] = 6,
     seed: Annotated[int, typer.Option(help="Other seeds draw other pictures.")] = 7,
 ) -> None:
-    """Start a cluster with the bundled model, ask it about freshly drawn pictures, show what happened where, stop.
+    """Start a cluster with signpost, ask it about freshly drawn pictures, show what happened where, stop; then ask
+    numerals for numbers and dates.
 
     \b
     Examples:

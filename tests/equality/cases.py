@@ -15,16 +15,17 @@ from PIL import Image
 
 from common.text import whisper_prompt
 from common.text.processor import TextProcessor
-from common.text.prompts import preprocess_decoder_prompt
+from common.text.prompts import default_decoder_prompt, preprocess_decoder_prompt
 from launch.demo import scenes
 from tests.equality.media import data_url, picture, sound, text_prompts, wav
 from tests.equality.references import Reference
 from tests.media_files import encoded
+from tools.numerals.data import KINDS, draw
 from tools.signpost.model import PLACED_QUESTIONS
 
 MAX_TOKENS = {"llama": 24, "qwen2": 24, "qwen3": 24, "mistral": 24, "qwen2_5_vl": 16, "signpost": 16, "whisper": 20}
 MAX_TOKENS |= {"qwen2_vl": 16, "qwen3_vl": 16, "qwen2_audio": 16}
-MAX_TOKENS |= {"bart": 24, "mbart": 24, "t5": 24, "flan_t5": 24}
+MAX_TOKENS |= {"bart": 24, "mbart": 24, "t5": 24, "flan_t5": 24, "numerals": 48}
 MAX_TOKENS |= {"llava": 16, "llava_siglip": 16, "idefics3": 16, "smolvlm": 16, "mllama": 16}
 PICTURE_FAMILIES = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "llava", "llava_siglip", "idefics3", "smolvlm", "mllama")
 ENCODER_DECODER_FAMILIES = ("bart", "mbart", "t5", "flan_t5")
@@ -54,11 +55,13 @@ class Case:
 
 
 def make_cases(name: str, reference: Reference) -> list[Case]:
-    """The cases of a tiny family or of the bundled model."""
+    """The cases of a tiny family or of a bundled model."""
     if name == "whisper":
         return _speech_cases(reference, MAX_TOKENS[name])
     if name == "signpost":
         return _sign_cases(reference, MAX_TOKENS[name])
+    if name == "numerals":
+        return _numeral_cases(reference, MAX_TOKENS[name])
     if name in PICTURE_FAMILIES:
         return _media_cases(reference, picture, MAX_TOKENS[name])
     if name == "qwen2_audio":
@@ -101,6 +104,18 @@ def _sign_cases(reference: Reference, max_tokens: int) -> list[Case]:
         kind = scenes.KINDS[number // 2]
         question = PLACED_QUESTIONS[kind][0].format(place="second") if number % 2 else scenes.QUESTIONS[kind][0]
         cases.append(_chat_case(reference, text, [*signs, question], max_tokens))
+    return cases
+
+
+def _numeral_cases(reference: Reference, max_tokens: int) -> list[Case]:
+    """Questions of each kind about numbers and dates never trained; the answers are true."""
+    text, rng, cases = TextProcessor(reference.info), random.Random(1), []
+    for kind in KINDS:
+        question, answer = draw(kind, rng, held_out=True)
+        encoder_prompt, prompt = text.encode(question), default_decoder_prompt(reference.info)
+        expected = reference.translate(encoder_prompt, prompt, max_tokens)
+        assert text.decode(expected) == answer, question
+        cases.append(Case(prompt, expected, http={"prompt": question}, encoder_prompt=encoder_prompt))
     return cases
 
 

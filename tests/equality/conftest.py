@@ -49,11 +49,11 @@ def makers() -> dict[str, Callable[..., Path]]:
 
 @pytest.fixture(scope="session")
 def folder_of(makers: dict[str, Callable[..., Path]], tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
-    """The folder of a tiny model by family, or of the bundled model."""
+    """The folder of a tiny model by family, or of a bundled model."""
 
     @cache
     def make(name: str) -> Path:
-        if name == "signpost":
+        if name in ("signpost", "numerals"):
             return BUNDLED / name
         return makers[name](tmp_path_factory.mktemp(name) / f"tiny-{name}")
 

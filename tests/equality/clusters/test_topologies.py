@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from common.messages import Role
-from common.model_info import BUNDLED
 from common.sampling_params import SamplingParams
 from engine.llm import LLM, RequestOutput
 from tests.equality.cases import MAX_TOKENS, Case, CasesOf, FolderOf
@@ -46,7 +45,7 @@ SETUPS = (
     Setup("signpost", "2e2p2d"),
     Setup("whisper", "1epd"),
     Setup("whisper", "2e2p2d", {"prefill": 8}),
-    Setup("bart", "1e1p1d"),
+    Setup("numerals", "1e1p1d"),
     Setup("llama", "1pd"),
     Setup("llama", "1p1d", {"prefill": 4, "decode": 32}),
 )
@@ -60,10 +59,9 @@ def setup(request: pytest.FixtureRequest) -> Setup:
 
 @pytest.fixture(scope="module")
 def served(setup: Setup, folder_of: FolderOf, broker_url: str) -> Iterator[Served]:
-    folder = BUNDLED / setup.model if setup.model == "signpost" else folder_of(setup.model)
     sizes = {"kv_cache_bytes": 32 * 2**20, "encoder_cache_bytes": 8 * 2**20, "max_num_batched_tokens": CHUNK_TOKENS}
     spread = {"topology": setup.topology, "block_sizes": setup.block_sizes}
-    with serve(folder, broker_url, f"topology-{setup}", **spread, **sizes) as cluster:  # type: ignore[arg-type]
+    with serve(folder_of(setup.model), broker_url, f"topology-{setup}", **spread, **sizes) as cluster:  # type: ignore[arg-type]
         yield cluster
 
 

@@ -14,7 +14,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 
 class FakeApi:
-    """`fail` in a prompt: HTTP 400; `cut`: the stream ends early; `hang`: no answer; else it is `the answer`."""
+    """`fail` in a prompt: HTTP 400; `cut`: the stream ends early; `hang`: no answer; `hundred`: no
+    conversation; else it is `the answer`."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -25,6 +26,7 @@ class FakeApi:
         app = FastAPI()
         app.get("/v1/models")(self._models)
         app.post("/v1/chat/completions")(self._chat)
+        app.post("/v1/completions")(self._complete)
         app.post("/v1/audio/transcriptions")(self._transcribe)
         self._server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=0))
         self._thread = threading.Thread(target=self._server.run, daemon=True)
@@ -56,10 +58,18 @@ class FakeApi:
         self.bodies.append(body)
         content = body["messages"][0]["content"]
         prompt = content if isinstance(content, str) else content[-1]["text"]
+        if "hundred" in prompt:
+            error = {"message": "fake holds no conversations: use /v1/completions"}
+            return JSONResponse({"error": error}, status_code=400)
         if "fail" in prompt:
             error = {"message": "messages: this prompt asks for failure", "type": "invalid_request_error"}
             return JSONResponse({"error": error}, status_code=400)
         return StreamingResponse(self._stream(prompt), media_type="text/event-stream")
+
+    async def _complete(self, request: Request) -> Response:
+        self.bodies.append(await request.json())
+        events = ({"text": "1204", "finish_reason": None}, {"text": "", "finish_reason": "stop"})
+        return StreamingResponse(iter([_event({"choices": [event]}) for event in events]))
 
     async def _stream(self, prompt: str) -> AsyncIterator[str]:
         self.in_flight += 1

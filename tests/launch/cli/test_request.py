@@ -58,6 +58,15 @@ def test_a_prompt_alone_is_answered_and_measured(api: FakeApi, capsys: pytest.Ca
     assert body["messages"] == [{"role": "user", "content": "hello"}]
 
 
+def test_a_model_without_conversations_completes_the_prompt(
+    api: FakeApi, pictures: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert request(api, [], "one thousand two hundred four") == 0
+    assert "1204" in capsys.readouterr().out
+    assert api.bodies[1]["prompt"] == "one thousand two hundred four"
+    assert request(api, pictures[:1], "a hundred?") == 1, "the picture would be lost"
+
+
 def test_every_picture_is_a_request_of_its_own(api: FakeApi, pictures: list[Path]) -> None:
     assert request(api, pictures, "what?") == 0
     assert len(api.bodies) == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 from pathlib import Path
 
@@ -50,10 +49,7 @@ def test_a_topology_that_was_chosen_is_explained(
 def test_the_example_is_something_that_the_model_answers(tmp_path: Path) -> None:
     assert _example(plan_of(tmp_path, "LlamaForCausalLM")).startswith("triptych request --prompt")
     assert _example(plan_of(tmp_path, "WhisperForConditionalGeneration")).startswith("triptych request speech.flac")
-    program, url, *_, body = shlex.split(_example(plan_of(tmp_path, "BartForConditionalGeneration")))
-    assert program == "curl"
-    assert url.endswith("/v1/completions")
-    assert json.loads(body)["model"] == "it"
+    assert _example(plan_of(tmp_path, "BartForConditionalGeneration")).startswith("triptych request --prompt")
 
 
 @pytest.mark.cluster

@@ -27,6 +27,7 @@ def test_it_answers_draws_timelines_and_ends_well() -> None:
     demo = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert demo.returncode == 0, demo.stdout + demo.stderr
     assert "4 of 4 requests answered" in demo.stdout
+    assert "8 of 8 numbers and dates right" in demo.stdout
     for stage in ("encode", "handoff", "queue", "prefill", "decode"):
         assert demo.stdout.count(f"\n{stage} ") == 4, f"{stage}:\n{demo.stdout}"
     assert "stopped" in demo.stdout

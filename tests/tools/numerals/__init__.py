@@ -1,0 +1,1 @@
+"""Tests of the bundled encoder-decoder of text, its questions and its training code."""

@@ -1,0 +1,77 @@
+"""Numerals on a small sample, its card, and a few steps of its training; `evaluate.py` is the full evaluation."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from common.model_info import BUNDLED
+from common.sampling_params import SamplingParams
+from engine.llm import LLM
+from tools.numerals import train
+from tools.numerals.data import KINDS, draw, is_held_out, training_batches
+from tools.numerals.evaluate import answer
+from tools.numerals.model import make_tokenizer
+
+FOLDER = BUNDLED / "numerals"
+
+
+def test_folder_is_small_and_ordinary() -> None:
+    assert sum(path.stat().st_size for path in FOLDER.iterdir()) <= 4_000_000
+    model = AutoModelForSeq2SeqLM.from_pretrained(FOLDER)
+    assert (model.config.model_type, model.dtype) == ("bart", torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    ids = tokenizer("Two  hundred\nCrème").input_ids
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "two hundred crème"
+    assert ids == make_tokenizer()("Two  hundred\nCrème").input_ids, "the recipe makes another tokenizer"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_card_states_the_evaluation_and_it_reached_the_goal(kind: str) -> None:
+    figure = json.loads((FOLDER / "evaluation.json").read_text())[kind]
+    assert figure["exact"] >= 0.98
+    assert figure["n"] >= 2000
+    assert (
+        f"| {kind} | {figure['exact']:.2%} (n={figure['n']}) |".replace("%", " %") in (FOLDER / "README.md").read_text()
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_held_out_questions_are_answered_through_transformers_and_equally_by_llm(kind: str) -> None:
+    rng = Random(f"sample {kind}")
+    questions, truths = zip(*(draw(kind, rng, held_out=True) for _ in range(40)), strict=True)
+    model = AutoModelForSeq2SeqLM.from_pretrained(FOLDER, dtype="float32")
+    theirs = answer(model, AutoTokenizer.from_pretrained(FOLDER), list(questions))
+    outputs = LLM("numerals", num_threads=1).generate(list(questions), SamplingParams(temperature=0, max_tokens=48))
+    assert [output.outputs[0].text for output in outputs] == theirs
+    assert sum(given == truth for given, truth in zip(theirs, truths, strict=True)) >= 39
+
+
+def test_training_never_sees_what_is_held_out() -> None:
+    tokenizer = make_tokenizer()
+    for batch in islice(training_batches(tokenizer, seed=3, size=64), 16):
+        for row in batch["labels"].clamp_min(1):
+            text = tokenizer.decode(row, skip_special_tokens=True)
+            assert not text.isdigit() or not is_held_out(int(text))
+
+
+def test_a_few_steps_make_a_model_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, before = torch.get_num_threads(), _weights(tmp_path / "1", 1, monkeypatch)
+    after = _weights(tmp_path / "3", 3, monkeypatch)
+    torch.set_num_threads(threads)
+    assert before.keys() == after.keys()
+    assert not any(torch.equal(before[name], after[name]) for name in before if name.endswith("q_proj.weight"))
+
+
+def _weights(folder: Path, steps: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(sys, "argv", ["train", str(folder), "--steps", str(steps), "--batch", "8", "--rate", "0.5"])
+    train.main()
+    return dict(AutoModelForSeq2SeqLM.from_pretrained(folder).state_dict())
