@@ -17,7 +17,7 @@ from tests.equality.served import Served, serve
 from tools.soak import leak_check
 
 pytestmark = pytest.mark.cluster
-SAMPLED: dict[str, Any] = {"n": 2, "temperature": 1.0, "seed": 5, "max_tokens": 12}
+SAMPLED: dict[str, Any] = {"n": 2, "temperature": 2.0, "seed": 5, "max_tokens": 12}
 NUM_LOGPROBS = 2
 ENCODING_ITSELF = {"inputs_encoding_here"}
 """Gauges that only a worker has which encodes its own inputs."""
