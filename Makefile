@@ -70,7 +70,7 @@ soak: $(VENV)/tiny-whisper/tokenizer_config.json ## Load clusters for MINUTES, w
 $(VENV)/tiny-whisper/tokenizer_config.json: $(VENV)/test.stamp tests/tiny_models.py
 	@$(BIN)/python -m tests.tiny_models $(@D)
 
-compose-test: ## Build the images, run the cluster in containers, ask it, take it down.
+compose-test: ## Build the images, run clusters in containers, ask them, kill and restart their workers.
 	@python=$$(.ci/find_python "$(PYTHON)") && PYTHON="$$python" tools/compose/test.sh
 
 gpu-check: $(VENV)/test.stamp ## On a machine with a GPU: what is there, is everything right, and how fast is it?

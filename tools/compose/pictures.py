@@ -1,6 +1,6 @@
 """Draw signs into a folder, each file named after the colour of its sign and what it says: `red-STOP.png`.
 
-Usage: python tools/compose/pictures.py FOLDER [COUNT]
+Usage: python -m tools.compose.pictures FOLDER [COUNT]
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 from launch.demo.scenes import SIZES, render
 
 
-def draw_signs(folder: Path, count: int, seed: int = 7) -> list[Path]:
-    """`count` pictures of several sizes with different texts that the bundled model has never seen."""
+def draw_signs(folder: Path, count: int, seed: int = 7) -> None:
+    """Save `count` pictures of several sizes with different texts that the bundled model has never seen."""
     folder.mkdir(parents=True, exist_ok=True)
     rng, paths = random.Random(seed), dict[Path, None]()
     while len(paths) < count:
@@ -21,7 +21,6 @@ def draw_signs(folder: Path, count: int, seed: int = 7) -> list[Path]:
         path = folder / f"{scene.answers['colour']}-{scene.answers['text']}.png"
         scene.image.save(path)
         paths[path] = None
-    return list(paths)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# `make compose-test`: build the images, bring a cluster up with the bundled model, ask it, take it down.
+# `make compose-test`: build the images, bring clusters up with the bundled model, ask them, kill and restart their
+# workers, take all down.
 # Uses the Docker engine that answers; where none does, starts Debian's in namespaces of its own (root, Debian).
 #   BASE_IMAGE    what the images start from (default python:3.11-slim; with our own engine, a Debian made here)
 #   PYTHON        Python 3.11 to 3.14 with its venv module (default python3)
@@ -14,9 +15,11 @@ flock --nonblock 9 || { echo "compose-test: another one is running" >&2; exit 1;
 rm -rf "$cache"/run.* # of a run that was killed
 scratch=$(mktemp -d "$cache/run.XXXXXX")
 project=triptych-compose-test
-scale=(--scale encoder=2 --scale prefill=1 --scale decode=1)
-expected=(encoder=2 prefill=1 decode=1 prefill_decode=1 proxy=1)
+scale=(--scale encoder=2 --scale prefill=2 --scale decode=2 --scale prefill-decode=0)
+scaled=(encoder=2 prefill=2 decode=2 prefill_decode=0 proxy=1)
 pictures=24
+signs=$scratch/signs # the containers' /signs
+install --directory --mode 777 "$signs"
 key() { head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n'; }
 TRIPTYCH_BROKER_PASSWORD=$(key) TRIPTYCH_CLUSTER_KEY=$(key) TRIPTYCH_API_KEY=$(key)
 export TRIPTYCH_BROKER_PASSWORD TRIPTYCH_CLUSTER_KEY TRIPTYCH_API_KEY
@@ -53,23 +56,62 @@ trap 'exit 130' INT
 trap 'exit 143' TERM
 
 up() { # returns once all are healthy
-    compose --progress quiet up --detach --no-build --wait --wait-timeout 360 "${scale[@]}"
+    compose --progress quiet up --detach --no-build --wait --wait-timeout 600 "$@"
+    compose ps --format 'table {{.Name}}\t{{.Status}}'
 }
 
-inside() { # run a program of the proxy's image in the cluster's network
-    compose --progress quiet run --rm --no-deps --no-TTY --volume "$PWD/tools/compose:/checks:ro" --entrypoint "$1" proxy \
-        "${@:2}"
+inside() { # run a module of tools/ in the cluster's network, with the proxy's image
+    compose --progress quiet run --rm --no-deps --no-TTY --volume "$PWD/tools:/checks/tools:ro" --workdir /checks \
+        --volume "$signs:/signs" --entrypoint python proxy -m "tools.compose.$1" "${@:2}"
 }
 
-kill_encoder() { # its processes, not the container: that is what a restart policy is for
-    local id waited=0
-    id=$(compose ps --quiet encoder | tail -n 1)
-    docker exec "$id" sh -c 'kill -KILL -1' || true
-    until [ "$(docker inspect --format '{{.RestartCount}}' "$id")" -ge 1 ]; do
-        [ $((waited += 1)) -le 100 ] || die "the encoder was not started again within 20 s"
+request() { # the command `triptych request`, with what there is in the environment of a proxy
+    compose --progress quiet run --rm --no-deps --no-TTY --volume "$signs:/signs:ro" proxy \
+        request "$@" --url http://proxy:8000
+}
+
+amid_questions() { # NUMBER MAX_TOKENS COMMAND…: run the command while the questions go round
+    touch "$signs/asking"
+    inside asking "$1" "$2" /signs/asking </dev/null | (
+        trap 'rm -f "$signs/asking"' EXIT
+        while read -r line; do
+            echo "$line"
+            if [[ $line == "asking again"* ]]; then
+                "${@:3}" </dev/null
+                rm "$signs/asking"
+            fi
+        done
+    )
+}
+
+await_return() { # ID RESTARTS: until Docker has started a container once more, and its worker is ready
+    local began_s=$SECONDS
+    until [ "$(docker inspect --format "{{gt .RestartCount $2}} {{.State.Status}} {{.State.Health.Status}}" "$1")" = \
+        "true running healthy" ]; do
+        [ $((SECONDS - began_s)) -le 300 ] || die "a worker was not back within 300 s"
         sleep 0.2
     done
-    docker inspect --format 'restarts of {{.Name}}: {{.RestartCount}}' "$id"
+    docker inspect --format "restarts of {{.Name}}: {{.RestartCount}}, ready after $((SECONDS - began_s)) s" "$1"
+}
+
+restarts_of() { docker inspect --format '{{.RestartCount}}' "$1"; }
+
+kill_worker() { # SERVICE: its processes, not the container: that is what a restart policy is for
+    local id restarts
+    id=$(compose ps --quiet "$1" | tail -n 1)
+    restarts=$(restarts_of "$id")
+    docker exec "$id" sh -c 'kill -KILL -1' || true
+    await_return "$id" "$restarts"
+}
+
+roll_workers() { # one after the other: drained, and started again by Docker
+    local id restarts
+    for id in $(compose ps --quiet encoder prefill decode); do
+        restarts=$(restarts_of "$id")
+        # Fails where Docker has started the worker again before the command's second look.
+        compose exec -T proxy triptych drain "${id:0:12}" || true
+        await_return "$id" "$restarts"
+    done
 }
 
 step "engine"
@@ -79,6 +121,7 @@ else
     own_engine=1
     engine_start
 fi
+echo "tools/compose $(LC_ALL=C && cat "$here"/*.* | sha256sum | cut -c -16)" # the transcript in the docs is of these files
 docker info --format 'Docker {{.ServerVersion}}, storage {{.Driver}}, {{.OperatingSystem}}'
 find_compose
 compose version --short
@@ -96,9 +139,8 @@ import importlib.util as modules
 assert not any(modules.find_spec(name) for name in ("torch", "transformers")), "the proxy image holds torch"
 print("the proxy image holds neither torch nor transformers")'
 
-step "up, with two encoders, and prefill and decode apart beside the prefill-decode worker"
+step "up, the plain default"
 up
-compose ps --format 'table {{.Name}}\t{{.Status}}'
 echo "started in this order:"
 compose ps --quiet | xargs docker inspect --format '  {{slice .State.StartedAt 11 19}} {{slice .Name 1}}' | sort
 # shellcheck disable=SC2016
@@ -106,7 +148,7 @@ compose exec -T encoder sh -c 'echo "an encoder runs as user $(id -u) with capab
     ! touch /app/x 2>/dev/null && echo "and cannot write to its image"'
 
 step "health endpoints"
-inside python /checks/endpoints.py "${expected[@]}"
+inside endpoints encoder=1 prefill=0 decode=0 prefill_decode=1 proxy=1
 published=$(compose port proxy 8000)
 from_host python3 - "http://$published" <<'PYTHON'
 import os, sys, urllib.error, urllib.request
@@ -123,15 +165,23 @@ else:
     sys.exit("the API answers without a key")
 PYTHON
 
+inside pictures /signs "$pictures"
+signs_inside=("$signs"/*.png)
+signs_inside=("${signs_inside[@]/#*\///signs/}")
+
+step "the plain default: a picture, a text, and 32 questions"
+request "${signs_inside[0]}" --prompt "What colour is the sign?"
+request --prompt "Which colours do you know?"
+inside asking 32 160
+
+step "up, scaled to two encoders, two prefill and two decode workers"
+up "${scale[@]}"
+inside endpoints "${scaled[@]}"
+
 step "parallel client: two questions about each of $pictures pictures, 8 in flight"
-install --directory --mode 777 "$scratch/signs"
-compose --progress quiet run --rm --no-deps --no-TTY --volume "$scratch/signs:/signs" \
-    --volume "$PWD/tools/compose:/checks:ro" --entrypoint python proxy /checks/pictures.py /signs "$pictures"
-signs=("$scratch"/signs/*.png)
 for question in "What does the sign say?" "What colour is the sign?"; do
     echo "$question"
-    compose --progress quiet run --rm --no-deps --no-TTY --volume "$scratch/signs:/signs:ro" proxy \
-        request "${signs[@]/#*\///signs/}" --prompt "$question" --parallel 8 --url http://proxy:8000
+    request "${signs_inside[@]}" --prompt "$question" --parallel 8
 done | tee "$scratch/answers.txt"
 # Each file is named after what is right: colour-text.png.
 sed -nE 's/.*✓ ([^-]+)-([^.]+)\.png: ([^ ]+) .*/\1 \2 \3/p' "$scratch/answers.txt" >"$scratch/answers.tsv"
@@ -140,7 +190,18 @@ colours=$(awk '$1 == $3' "$scratch/answers.tsv" | wc -l)
 echo "$right of $((2 * pictures)) answers right, $colours of $pictures colours"
 [ $((10 * colours)) -ge $((9 * pictures)) ] || die "so many wrong colours mean that something is broken"
 
+step "what went through prefill and decode: 32 questions"
+inside asking 32 160
+
 step "an encoder dies and is started again"
-kill_encoder
-up
-inside python /checks/endpoints.py "${expected[@]}"
+kill_worker encoder
+inside endpoints "${scaled[@]}"
+
+step "a decode worker dies in the middle of streams and is started again"
+amid_questions 6 900 kill_worker decode | tee "$scratch/killed.txt"
+grep -q ' [1-9][0-9]* moved' "$scratch/killed.txt" || die "the kill met no stream"
+inside endpoints "${scaled[@]}"
+
+step "all workers are drained and started again, one by one, under load"
+amid_questions 32 40 roll_workers
+inside endpoints "${scaled[@]}"
