@@ -10,8 +10,8 @@ from engine.attention.backend import DecodePlan
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.visible import attend_once, decode_mask
 from engine.state.bias import AttentionBias
+from engine.state.inputs import Staging
 from engine.state.spec import IntArray
-from engine.state.staging import Staging
 
 MAX_KEYS: Final = 2**18
 """Of a batch, padding included: with more, a replayed step would take longer than the kernels of an eager one."""

@@ -33,9 +33,8 @@ from engine.attention.metadata import AttentionMetadata, BoolArray
 from engine.device.recorder import Recorder
 from engine.models.base import DecoderModel
 from engine.runner.last_tokens import LastTokens
-from engine.state.inputs import StepInputs
+from engine.state.inputs import Staging, StepInputs
 from engine.state.spec import HeadSpec, IntArray
-from engine.state.staging import Staging
 
 _SMALL_SIZES: Final = (1, 2, 4)
 _SIZE_STEP: Final = 8

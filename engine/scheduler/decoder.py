@@ -132,11 +132,11 @@ class DecoderScheduler:
         """Return the tokens that a request may take beside the chosen tokens: a prompt no more than the pace allows."""
         counts = [count for pairs in chosen.values() for _, count in pairs]
         left = self.token_budget - sum(counts)
-        if self.pace is None or request.is_prefilled_here:
+        num_decodes = counts.count(1)
+        if self.pace is None or not num_decodes or request.is_prefilled_here:
             return left
         if request in self.running and not request.is_prefilling:
             return left  # the next token of a stream
-        num_decodes = counts.count(1)
         limit = self.pace.limit(num_decodes, request.sequences[0].num_computed_tokens, self._num_ready_tokens())
         return left if limit is None else min(left, limit - (sum(counts) - num_decodes))
 

@@ -40,10 +40,10 @@ class PrefillPace:
     def limit(self, num_decodes: int, context: int, num_waiting: int) -> int | None:
         """Return the number of prompt tokens beside `num_decodes` rows, the first prompt token at position `context`.
 
-        `num_waiting` prompt tokens could be computed now. None: no limit, as nothing decodes or nothing is known yet.
+        `num_waiting` prompt tokens could be computed now. None: no limit, as nothing is known yet.
         """
         rows_s, token_s = self._rows_s.at(num_decodes), self._token_s.at(context)
-        if not num_decodes or rows_s is None or token_s is None:
+        if rows_s is None or token_s is None:
             return None
         if self._objective_s is not None:
             left_s = self._objective_s - rows_s

@@ -11,7 +11,7 @@ from engine.device.copy_stream import CopyStream
 from engine.device.h2d import ALIGNMENT, Array, fetch, pack, send, send_tensor, unpack
 from engine.runner.last_tokens import LastTokens
 from engine.runner.moves import copy_runs, move_blocks, read_tokens, write_tokens
-from engine.state.staging import Staging
+from engine.state.inputs import Staging
 
 CPU = torch.device("cpu")
 needs_gpu = [
