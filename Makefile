@@ -82,20 +82,29 @@ gpu-check: $(VENV)/test.stamp ## On a machine with a GPU: what is there, is ever
 # A library without a function is enough to link against where there is no driver: nothing is run.
 # In a folder of their own: pip must not take them for packages of the environment, whose torch is for CPUs.
 SOURCES := build/gpu-sources
-FLASHINFER := 0.6.13
+# Both ends of the range in pyproject.toml.
+OLDEST := 0.6.13
+NEWEST := 0.7.2.post1
 # Without its other dependencies, which have hundreds of MiB and serve kernels that are not called.
 NEEDED := 'apache-tvm-ffi<0.2' einops tabulate nvidia-ml-py click triton==3.6.0 ninja nvidia-curand
-gpu-sources: $(SOURCES)/$(FLASHINFER).stamp ## Without a GPU: our Triton kernels and the fake of FlashInfer against the real packages (0.4 GB); with nvcc, build FlashInfer's kernels.
-	@PYTHONPATH=$(SOURCES) $(BIN)/python -m pytest -n 0 tests/engine/native/test_triton_kernels.py tests/engine/attention/test_flashinfer_signatures.py $(ARGS)
+WITH_SOURCES := FLASHINFER_WORKSPACE_BASE=$(CURDIR)/build/flashinfer FLASHINFER_CUDA_ARCH_LIST=$${FLASHINFER_CUDA_ARCH_LIST:-9.0a} PYTHONPATH=$(SOURCES)
+gpu-sources: $(SOURCES)/$(OLDEST).stamp $(SOURCES)/$(NEWEST).stamp ## Without a GPU: our Triton kernels and the fake of FlashInfer against the real packages (0.5 GB); with nvcc, build FlashInfer's kernels.
+	@$(WITH_SOURCES) $(BIN)/python -m pytest -n 0 tests/engine/native/test_triton_kernels.py $(ARGS)
+	@set -e; for version in $(OLDEST) $(NEWEST); do echo "FlashInfer $$version:"; \
+		$(WITH_SOURCES)/$$version:$(SOURCES) $(BIN)/python -m pytest -n 0 \
+		tests/engine/attention/test_flashinfer_signatures.py tests/tools/gpu_check/test_gpu_kernels.py $(ARGS); done
 	@command -v nvcc >/dev/null 2>&1 || { echo "no nvcc: FlashInfer's kernels are not built"; exit 0; }; \
 		test -e $(SOURCES)/libcuda.so || cc -shared -x c /dev/null -o $(SOURCES)/libcuda.so && \
-		PATH="$(CURDIR)/$(SOURCES)/bin:$$PATH" PYTHONPATH=$(SOURCES) LIBRARY_PATH="$(CURDIR)/$(SOURCES):$$LIBRARY_PATH" \
+		PATH="$(CURDIR)/$(SOURCES)/bin:$$PATH" LIBRARY_PATH="$(CURDIR)/$(SOURCES):$$LIBRARY_PATH" \
 		CPATH="$${CPATH:+$$CPATH:}$(CURDIR)/$(SOURCES)/nvidia/cu13/include" CUDA_HOME=$${CUDA_HOME:-/usr/local/cuda} \
-		FLASHINFER_WORKSPACE_BASE=$(CURDIR)/build/flashinfer FLASHINFER_CUDA_ARCH_LIST=$${FLASHINFER_CUDA_ARCH_LIST:-9.0a} \
-		$(BIN)/python -m tools.gpu_check.kernels --check
+		$(WITH_SOURCES)/$(NEWEST):$(SOURCES) $(BIN)/python -m tools.gpu_check.kernels --check
 
-$(SOURCES)/$(FLASHINFER).stamp: $(VENV)/test.stamp
-	@$(PIP) install --quiet --no-deps --upgrade --target $(SOURCES) flashinfer-python==$(FLASHINFER) $(NEEDED)
+$(SOURCES)/needed.stamp: $(VENV)/test.stamp
+	@$(PIP) install --quiet --no-deps --upgrade --target $(SOURCES) $(NEEDED)
+	@touch $@
+
+$(SOURCES)/%.stamp: $(SOURCES)/needed.stamp
+	@$(PIP) install --quiet --no-deps --upgrade --target $(SOURCES)/$* flashinfer-python==$*
 	@touch $@
 
 clean: ## Remove caches and build output.

@@ -47,6 +47,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         num_kv_heads: int,
         head_dim: int,
         page_size: int,
+        *,
         pos_encoding_mode: str = "NONE",
         window_left: int = -1,
         logits_soft_cap: float | None = None,

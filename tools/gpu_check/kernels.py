@@ -1,9 +1,11 @@
-"""FlashInfer's kernels, built ahead of their use: those that given models need, or the GPU check.
+"""FlashInfer's kernels, built ahead of their use: those that given models need, the GPU check, or all.
 
     python -m tools.gpu_check.kernels --check           all that `make gpu-check` needs,
                                                    into FLASHINFER_WORKSPACE_BASE (the home folder, if not set)
+    python -m tools.gpu_check.kernels --served          every size of heads that is served, in every dtype
     python -m tools.gpu_check.kernels MODEL…            what these models need
     python -m tools.gpu_check.kernels --list …          what that would be
+    python -m tools.gpu_check.kernels --install …       into FlashInfer's own folder, too: found without a compiler
 
 A kernel is compiled when it is first used, which takes minutes; this does it without a GPU, too. It takes nvcc and
 ninja, FLASHINFER_CUDA_ARCH_LIST (9.0a for H100 and H200) where there is no GPU to ask, and a libcuda to link against:
@@ -13,6 +15,8 @@ without a driver, a stub on LIBRARY_PATH. What is built is found again by the sa
 from __future__ import annotations
 
 import argparse
+import itertools
+import shutil
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -23,6 +27,7 @@ from typing import Any, Final, Literal
 import torch
 
 from common.model_info import ModelInfo, load_model_info
+from engine.attention.flashinfer import served
 from engine.attention.flashinfer.served import is_appended, needs_tensor_cores, unserved
 from engine.device.choice import DTYPES
 from engine.encoders.attention import head_sizes
@@ -54,14 +59,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.gpu_check.kernels", description=__doc__.split("\n")[0])
     parser.add_argument("models", nargs="*", help="model folders; configurations suffice")
     parser.add_argument("--check", action="store_true", help="those that the GPU check needs")
+    parser.add_argument("--served", action="store_true", help="every size of heads that is served, in every dtype")
+    parser.add_argument("--install", action="store_true", help="put them into FlashInfer's package, and load each")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument("--list", action="store_true", help="print them and build nothing")
     options = parser.parse_args(arguments)
-    if not options.models and not options.check:
-        parser.error("which kernels? Name models, or --check")
+    if not options.models and not options.check and not options.served:
+        parser.error("which kernels? Name models, --check or --served")
     kernels = needed_kernels((load_model_info(model) for model in options.models), options.dtype)
-    if options.check:
-        kernels = _in_order({*kernels, *check_kernels()})
+    more = [*(check_kernels() if options.check else ()), *(served_kernels() if options.served else ())]
+    kernels = _in_order({*kernels, *more})
     if options.list:
         print("\n".join(map(str, kernels)))
         return 0
@@ -70,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"[{number}/{len(kernels)}] {kernel}: ", end="", flush=True)
         began = time.monotonic()
         try:
-            library = build(kernel)
+            library = install(kernel) if options.install else build(kernel)
         except (RuntimeError, OSError) as error:
             failures += 1
             print(f"FAILED\n{error}")
@@ -89,12 +96,35 @@ def check_kernels() -> list[Kernel]:
     return _in_order({kernel for case in CASES for kernel in _of_case(case)})
 
 
+def served_kernels() -> list[Kernel]:
+    """Those of all heads that a model may have: an image is built before anybody names a model."""
+    dtypes = [name for name, dtype in DTYPES.items() if dtype in served.DTYPES]
+    kinds: tuple[Literal["decode", "prefill"], ...] = ("decode", "prefill")
+    sizes = itertools.product(kinds, dtypes, served.HEAD_DIMS, (False, True))
+    return _in_order({Kernel("page"), Kernel("sampling"), *itertools.starmap(Kernel, sizes)})
+
+
 def build(kernel: Kernel) -> Path:
     """Compile a kernel, unless it is there already; returns the library. Raises RuntimeError as the compiler says."""
     spec = _specification(kernel)
     spec.build(verbose=False)
     library: Path = spec.jit_library_path
     return library
+
+
+def install(kernel: Kernel) -> Path:
+    """Build a kernel and copy the library to where FlashInfer looks before it compiles; returns the copy.
+
+    Raises RuntimeError as the compiler says, or if FlashInfer would not take the copy, OSError as the loader says.
+    """
+    library, spec = build(kernel), _specification(kernel)
+    place: Path = spec.aot_path
+    place.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(library, place)
+    if spec.get_library_path() != place:
+        raise RuntimeError(f"FlashInfer looks for {spec.name} at {spec.get_library_path()}, not at {place}")
+    spec.load(place)
+    return place
 
 
 def _in_order(kernels: Collection[Kernel]) -> list[Kernel]:
@@ -134,8 +164,11 @@ def _of_encoder(info: ModelInfo, dtype: str) -> Iterator[Kernel]:
 
 
 def _specification(kernel: Kernel) -> Any:
-    """FlashInfer's description of the library, by the same words with which its wrappers ask for it."""
-    from flashinfer.jit.attention.modules import gen_batch_decode_module, gen_batch_prefill_module
+    """FlashInfer's description of the library, by the same words with which its wrappers ask for it.
+
+    Since 0.7 wrappers load a library of their own for prefills: of keys and values that lie alike, as ours do.
+    """
+    from flashinfer.jit.attention import modules
     from flashinfer.jit.page import gen_page_module
     from flashinfer.jit.sampling import gen_sampling_module
 
@@ -147,8 +180,9 @@ def _specification(kernel: Kernel) -> Any:
     types = (dtype, dtype, dtype, torch.int32)
     sizes = (kernel.head_dim, kernel.head_dim, _NO_POSITIONS, kernel.window, False)
     if kernel.kind == "decode":
-        return gen_batch_decode_module(*types, *sizes)
-    return gen_batch_prefill_module("fa2", *types, *sizes, False)
+        return modules.gen_batch_decode_module(*types, *sizes)
+    make_prefill = getattr(modules, "_gen_batch_prefill_primary_module", modules.gen_batch_prefill_module)
+    return make_prefill("fa2", *types, *sizes, False)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ beginning, so that nobody waits for long for it.
 
 What we give a plan is pinned, and so are lengths that it would work out itself. Two things are FlashInfer's own. A plan
 of decodes outside of CUDA graphs copies 0, 1, 2 … from pageable memory, which may wait for the stream and with it for
-the step before. Steps with prompts and decodes do, and all decodes where nothing is recorded. And plans for tensor
-cores find the longest request one element of a tensor after the other (microseconds for each request).
+the step before. Steps with prompts and decodes do, and all decodes where nothing is recorded. And before 0.7.1 plans
+for tensor cores find the longest request one element of a tensor after the other (microseconds for each request).
 
 Decodes under a mask are planned as prefills: the wrapper of decodes knows none. A kernel packs the bits of a mask, and
 reads lengths on the device: such a plan waits for it.
@@ -81,7 +81,8 @@ class Call:
 
 def fixed_decode_bytes(num_requests: int, heads: HeadSpec, device: torch.device) -> int:
     """Return the workspace bytes of a graph's decode plan for partial results, counted as by `PrefillPlan` in
-    FlashInfer's scheduler.cuh for groups of up to a tile's rows. Plans on vector units need some MiB at most."""
+    FlashInfer's scheduler.cuh for groups of up to a tile's rows; since 0.7.1 as much for the whole group. Plans on
+    vector units need some MiB at most."""
     if not needs_tensor_cores(heads.num_heads, heads.num_kv_heads):
         return 0
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import pkgutil
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -19,9 +22,29 @@ from tests.gpu.test_engine import DTYPES
 from tests.tiny import text
 from tests.tools.gpu_check.whisper_shape import whisper_large_v3
 from tools.gpu_check.cases import CASES, AttentionCase
-from tools.gpu_check.kernels import Kernel, check_kernels, main, needed_kernels
+from tools.gpu_check.kernels import Kernel, _specification, check_kernels, main, needed_kernels, served_kernels
 from tools.gpu_check.shapes import qwen2_5_vl_3b
 
+NO_LIBRARY = MagicMock()
+
+
+def sizes_of(kernel: Kernel) -> tuple[Any, ...]:
+    """As a plan of FlashInfer's wrappers names them."""
+    dtype = engine_dtypes[kernel.dtype]
+    return (dtype, dtype, dtype, torch.int32, kernel.head_dim, kernel.head_dim, 0, kernel.window, False)
+
+
+def load(function: str, *args: Any) -> None:
+    """Call a function that FlashInfer keeps the results of, anew."""
+    pkgutil.resolve_name(f"flashinfer.{function}").__wrapped__(*args)
+
+
+LOADERS = {
+    "page": lambda _: load("page:get_page_module"),
+    "sampling": lambda _: load("sampling:get_sampling_module"),
+    "decode": lambda kernel: load("decode:get_batch_decode_module", *sizes_of(kernel)),
+    "prefill": lambda kernel: load("prefill:get_batch_prefill_module", "fa2", *sizes_of(kernel), False),
+}
 PAGE, SAMPLING = Kernel("page"), Kernel("sampling")
 
 
@@ -87,6 +110,23 @@ def test_what_is_built_ahead_for_the_check_is_still_twenty_one_libraries() -> No
     assert len(check_kernels()) == 21
 
 
+def test_an_image_holds_the_kernels_of_all_heads_and_so_those_of_the_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--served", "--list"]) == 0
+    assert capsys.readouterr().out.splitlines() == list(map(str, served_kernels()))
+    assert set(check_kernels()) < set(served_kernels())
+    assert len(served_kernels()) == 2 + 2 * 2 * len(served.HEAD_DIMS) * len(served.DTYPES)
+
+
+@pytest.mark.parametrize("kernel", served_kernels(), ids=str)
+def test_a_kernel_is_the_library_that_the_real_package_loads(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = pytest.importorskip("flashinfer.jit.core", exc_type=ImportError)
+    asked: list[str] = []
+    monkeypatch.setattr(core.JitSpec, "build_and_load", lambda spec: asked.append(spec.name) or NO_LIBRARY)
+    monkeypatch.setattr("flashinfer.utils.register_custom_op", lambda *_, **__: lambda function: function)
+    LOADERS[kernel.kind](kernel)
+    assert asked == [_specification(kernel).name]
+
+
 def heads_of(case: AttentionCase) -> HeadSpec:
     return HeadSpec(case.num_heads, case.num_kv_heads, case.head_dim)
 
@@ -107,4 +147,4 @@ def test_no_model_of_the_check_needs_another_one(dtype: str, tmp_path: Path) -> 
 def test_it_asks_which_kernels(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["--list"])
-    assert "Name models, or --check" in capsys.readouterr().err
+    assert "Name models, --check or --served" in capsys.readouterr().err
