@@ -50,6 +50,20 @@ RUN --mount=type=bind,from=wheels,target=/wheels \
     pip install --requirement requirements.txt && \
     rm -rf /opt/venv/lib/python3.*/site-packages/torch/test
 
+# With TORCH=cuda: FlashInfer's kernels, compiled here into its package, for the GPUs named. The toolkit stays behind.
+FROM worker-packages AS gpu-kernels
+ARG TORCH=cpu
+# 8.0 serves all 8.x. Others: 7.5, 10.0a, 12.0a.
+ARG CUDA_ARCHS="8.0 9.0a"
+COPY common common
+COPY engine engine
+COPY tools tools
+RUN --mount=type=bind,from=wheels,target=/wheels --mount=type=cache,target=/var/cache/flashinfer \
+    if [ "$TORCH" = cuda ]; then \
+        FLASHINFER_CUDA_ARCH_LIST="$CUDA_ARCHS" FLASHINFER_WORKSPACE_BASE=/var/cache/flashinfer \
+        python -m tools.compose.flashinfer_kernels /opt/toolkit; \
+    fi
+
 FROM proxy-packages AS triptych
 COPY README.md LICENSE ./
 COPY common common
@@ -102,6 +116,6 @@ CMD ["proxy"]
 FROM service AS worker
 ENV XDG_CACHE_HOME=/opt/kernels
 COPY --from=kernels /kernels /opt/kernels
-COPY --from=worker-packages /opt/venv /opt/venv
+COPY --from=gpu-kernels /opt/venv /opt/venv
 COPY --from=triptych /app /app
 CMD ["worker", "--help"]

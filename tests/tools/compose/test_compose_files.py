@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import shutil
+import subprocess
 import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 import yaml
 
 from common.config import EngineConfig, Settings
+from tools.compose import flashinfer_kernels
+from tools.gpu_check import kernels
 
 ROOT = Path(__file__).parents[3]
 FILES = ("docker-compose.yml", "docker-compose.gpu.yml")
@@ -134,7 +141,11 @@ def test_gpu_overlay_changes_the_workers_only() -> None:
     for settings in services.values():
         (device,) = settings["deploy"]["resources"]["reservations"]["devices"]
         assert "gpu" in device["capabilities"]
-        assert settings["build"]["args"] == {"TORCH": "cuda"}
+        assert settings["build"]["args"] == {
+            "TORCH": "cuda",
+            "BASE_IMAGE": "${BASE_IMAGE:-python:3.11}",  # Triton needs a C compiler in the worker
+            "CUDA_ARCHS": "${TRIPTYCH_CUDA_ARCHS:-8.0 9.0a}",
+        }
         assert settings["image"] != service("encoder")["image"]
 
 
@@ -167,6 +178,36 @@ def test_workers_find_the_kernels_that_their_image_was_built_with() -> None:
     assert "COPY --from=kernels /kernels /opt/kernels" in stages()["worker"]
     assert "ENV XDG_CACHE_HOME=/opt/kernels" in stages()["worker"]
     assert "kernels" not in ancestry("proxy") | ancestry("broker")
+
+
+def test_gpu_workers_find_the_kernels_of_flashinfer_in_its_package() -> None:
+    (made,) = (line for line in stages()["gpu-kernels"] if line.startswith("RUN"))
+    assert "python -m tools.compose.flashinfer_kernels /opt/toolkit" in made
+    assert "COPY --from=gpu-kernels /opt/venv /opt/venv" in stages()["worker"]
+    assert "gpu-kernels" not in ancestry("proxy") | ancestry("broker")
+
+
+def test_the_build_of_a_gpu_image_says_why_flashinfer_would_not_compute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(SystemExit, match=r"need a C\+\+ compiler: set BASE_IMAGE"):
+        flashinfer_kernels.main(tmp_path)
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(SystemExit, match="has no CUDA: build the GPU image from a package index"):
+        flashinfer_kernels.main(tmp_path)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 1))
+    with pytest.raises(SystemExit, match=r"pip finds no nvcc for CUDA 12\.8"):
+        flashinfer_kernels.main(tmp_path)
+    (tmp_path / "nvidia" / "cu13" / "bin").mkdir(parents=True)
+    (tmp_path / "nvidia" / "cu13" / "bin" / "nvcc").touch()
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0))
+    monkeypatch.setattr(kernels, "install", Mock(side_effect=RuntimeError("nvcc fatal: no space")))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    assert flashinfer_kernels.main(tmp_path) == 1
 
 
 def test_dockerfile_copies_every_package_and_its_ignore_file_lets_them_in() -> None:
