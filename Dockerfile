@@ -61,7 +61,7 @@ COPY tools tools
 RUN --mount=type=bind,from=wheels,target=/wheels --mount=type=cache,target=/var/cache/flashinfer \
     if [ "$TORCH" = cuda ]; then \
         FLASHINFER_CUDA_ARCH_LIST="$CUDA_ARCHS" FLASHINFER_WORKSPACE_BASE=/var/cache/flashinfer \
-        python -m tools.compose.flashinfer_kernels /opt/toolkit; \
+        sh tools/compose/flashinfer.sh /opt/toolkit; \
     fi
 
 FROM proxy-packages AS triptych

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import shutil
 import subprocess
 import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
-import torch
 import yaml
 
 from common.config import EngineConfig, Settings
-from tools.compose import flashinfer_kernels
-from tools.gpu_check import kernels
 
 ROOT = Path(__file__).parents[3]
 FILES = ("docker-compose.yml", "docker-compose.gpu.yml")
 WORKERS = ("prefill-decode", "prefill", "decode", "encoder")
 SERVICES = ("broker", *WORKERS, "proxy")
 TARGETS = ("broker", "proxy", "worker")
+KERNEL_FAILS = 'case "$*" in *kernels*) exit 1 ;; esac; echo 13.0'
 
 
 @cache
@@ -182,32 +177,34 @@ def test_workers_find_the_kernels_that_their_image_was_built_with() -> None:
 
 def test_gpu_workers_find_the_kernels_of_flashinfer_in_its_package() -> None:
     (made,) = (line for line in stages()["gpu-kernels"] if line.startswith("RUN"))
-    assert "python -m tools.compose.flashinfer_kernels /opt/toolkit" in made
+    assert "sh tools/compose/flashinfer.sh /opt/toolkit" in made
     assert "COPY --from=gpu-kernels /opt/venv /opt/venv" in stages()["worker"]
     assert "gpu-kernels" not in ancestry("proxy") | ancestry("broker")
 
 
+@pytest.mark.parametrize(
+    ("programs", "sentence"),
+    [
+        ({}, "need a C++ compiler: set BASE_IMAGE"),
+        ({"c++": "", "python": ""}, "torch has no CUDA: build the GPU image from a package index"),
+        ({"c++": "", "python": "echo 12.8"}, "pip finds no nvcc for CUDA 12.8, torch's release"),
+        ({"c++": "", "cc": "", "ln": "", "python": KERNEL_FAILS}, "see the kernel that FAILED above"),
+        ({"c++": "", "cc": "", "ln": "", "python": "echo 13.0"}, ""),
+    ],
+)
 def test_the_build_of_a_gpu_image_says_why_flashinfer_would_not_compute(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    programs: dict[str, str], sentence: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(shutil, "which", lambda _: None)
-    with pytest.raises(SystemExit, match=r"need a C\+\+ compiler: set BASE_IMAGE"):
-        flashinfer_kernels.main(tmp_path)
-    monkeypatch.undo()
-    monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(SystemExit, match="has no CUDA: build the GPU image from a package index"):
-        flashinfer_kernels.main(tmp_path)
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 1))
-    with pytest.raises(SystemExit, match=r"pip finds no nvcc for CUDA 12\.8"):
-        flashinfer_kernels.main(tmp_path)
-    (tmp_path / "nvidia" / "cu13" / "bin").mkdir(parents=True)
-    (tmp_path / "nvidia" / "cu13" / "bin" / "nvcc").touch()
-    monkeypatch.setattr(torch.version, "cuda", "13.2")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0))
-    monkeypatch.setattr(kernels, "install", Mock(side_effect=RuntimeError("nvcc fatal: no space")))
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    assert flashinfer_kernels.main(tmp_path) == 1
+    toolkit = tmp_path / "nvidia" / "cu13" / "bin"
+    toolkit.mkdir(parents=True)
+    for program, body in {**programs, str(toolkit / "nvcc"): ""}.items():
+        (tmp_path / program).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / program).chmod(0o755)
+    command = ["/bin/sh", str(ROOT / "tools" / "compose" / "flashinfer.sh"), str(tmp_path)]
+    run = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+    assert run.returncode == int(bool(sentence))
+    assert sentence in run.stderr
+    assert run.stderr.count("\n") == run.returncode, "one sentence"
 
 
 def test_dockerfile_copies_every_package_and_its_ignore_file_lets_them_in() -> None:

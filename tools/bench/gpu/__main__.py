@@ -22,6 +22,8 @@ BENCHMARKS: Final = {
     "decode": "steps:measure_decode",
     "prefill": "steps:measure_prefill",
     "serving": "serving:measure",
+    "gaps": "loads:measure_gaps",
+    "window": "loads:measure_window",
 }
 """Functions of this package by name; the most important come first."""
 BEGIN, END = "<!-- measured on a GPU: begin -->", "<!-- measured on a GPU: end -->"

@@ -1,4 +1,4 @@
-"""A whole cluster on one GPU: encoding apart (1e1pd) against one process for all (1epd), pictures and text together.
+"""A whole cluster on one GPU: encoding apart (1e1pd, with and without MPS) against one process for all (1epd).
 
 Clients send requests with pictures, so many at a time; beside them probes of text alone are always under way: what
 does somebody notice who has sent no picture?
@@ -7,9 +7,12 @@ does somebody notice who has sent no picture?
 from __future__ import annotations
 
 import asyncio
+import os
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -24,46 +27,78 @@ from tools.bench.systems import share_of
 from tools.bench.workloads import BenchRequest
 from tools.gpu_check.shapes import qwen2_5_vl_3b
 
-TOPOLOGIES: Final = ("1e1pd", "1epd")
+SYSTEMS: Final = ("1e1pd", "1epd", "1e1pd with MPS")
+"""A topology each. A single process has nobody to share the GPU with by MPS."""
 PICTURES: Final = (1, 4, 8)
 IN_FLIGHT, PROBES, REQUESTS, TOKENS, SIDE = 4, 4, 100, 16, 448
 """At least so many requests, and as many probes beside them: fewer have no 99th percentile. So many of each are under
 way: a single probe at a time would take five times as long to have as many answers."""
 MEMORY_FRACTION: Final = 0.85
-TOY_TOPOLOGIES: Final = ("1e1pd",)
+TOY_SYSTEMS: Final = ("1e1pd",)
 TOY_PICTURES, TOY_REQUESTS, TOY_TOKENS, TOY_SIDE = (1,), 2, 4, 56
 START_TIMEOUT_S: Final = 120.0
+MODEL: Final = "model"
+"""The name of it in the API."""
+Measure = Callable[[Setup, Path, str], Iterator[Figure]]
+"""Yields the figures of a cluster, given the folder of the model and the address."""
 _WORDS: Final = ["tell", "me", "what", "is", "on", "the", "signs", "and", "how", "many", "of", "them", "there", "are"]
 
 
 def measure(setup: Setup) -> Iterator[Figure]:
-    """Yield for each topology TTFT and TPOT of probes alone, of requests with 1, 4 and 8 pictures, and of probes beside
+    """Yield for each system TTFT and TPOT of probes alone, of requests with 1, 4 and 8 pictures, and of probes beside
     them."""
-    folder = setup.model(qwen2_5_vl_3b)
-    for topology in TOY_TOPOLOGIES if setup.toy else TOPOLOGIES:
-        yield from attempted("serving", topology, _measure_topology, setup, folder, topology)
+    yield from on_systems("serving", setup, setup.model(qwen2_5_vl_3b), _measure_loads)
 
 
-def _measure_topology(setup: Setup, folder: Path, topology: str) -> Iterator[Figure]:
+def on_systems(benchmark: str, setup: Setup, folder: Path, measure: Measure) -> Iterator[Figure]:
+    """Yield a benchmark's figures of each system in turn, with the model of a folder; the case begins with the name."""
+    for system in TOY_SYSTEMS if setup.toy else SYSTEMS:
+        for figure in attempted(benchmark, "all of it", _on_system, setup, folder, system, measure):
+            yield replace(figure, benchmark=benchmark, case=f"{system}, {figure.case}")
+
+
+def _on_system(setup: Setup, folder: Path, system: str, measure: Measure) -> Iterator[Figure]:
+    topology, _, mps = system.partition(" with ")
     share = share_of(setup.device, MEMORY_FRACTION)
     engine = EngineConfig(load_format="dummy", max_num_batched_tokens=2048, **share)
-    settings = Settings(model=str(folder), port=0, log_level="warning", engine=engine)
-    with LocalCluster(settings, topology, start_timeout_s=START_TIMEOUT_S) as cluster:
+    settings = Settings(model=str(folder), served_model_name=MODEL, port=0, log_level="warning", engine=engine)
+    with (
+        mps_daemon(setup.folder) if mps else nullcontext(),
+        LocalCluster(settings, topology, start_timeout_s=START_TIMEOUT_S) as cluster,
+    ):
         attention = of_cluster(cluster, setup.device)
-        for figure in _measure_loads(setup, folder, topology, cluster.base_url):
+        asyncio.run(_load(setup, cluster.base_url, 1, 1))  # warms up
+        for figure in measure(setup, folder, cluster.base_url):
             yield attention.beside(figure)
 
 
-def _measure_loads(setup: Setup, folder: Path, topology: str, url: str) -> Iterator[Figure]:
+@contextmanager
+def mps_daemon(folder: Path) -> Iterator[None]:
+    """Run NVIDIA's daemon for the processes that start meanwhile. Raises FileNotFoundError where there is none."""
+    names = {"CUDA_MPS_PIPE_DIRECTORY": folder / "mps", "CUDA_MPS_LOG_DIRECTORY": folder / "mps-log"}
+    for name, directory in names.items():
+        directory.mkdir(exist_ok=True)
+        os.environ[name] = str(directory)
+    try:
+        subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
+        try:
+            yield
+        finally:
+            subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, check=True)
+    finally:
+        for name in names:
+            del os.environ[name]
+
+
+def _measure_loads(setup: Setup, folder: Path, url: str) -> Iterator[Figure]:
     tpot_s = least_step_s(setup.limits, folder, setup.dtype, IN_FLIGHT + PROBES)
     requests, counts = (TOY_REQUESTS, TOY_PICTURES) if setup.toy else (REQUESTS, PICTURES)
-    asyncio.run(_load(setup, url, 1, 1))  # warms up
     alone = asyncio.run(_load(setup, url, 0, requests))
-    yield from _figures(topology, "text alone", alone.probes, tpot_s)
+    yield from times("text alone", alone.probes, tpot_s)
     for count in counts:
         done = asyncio.run(_load(setup, url, count, requests))
-        yield from _figures(topology, f"{count} pictures", done.asked, tpot_s)
-        yield from _figures(topology, f"text beside {count} pictures", done.probes, tpot_s)
+        yield from times(f"{count} pictures", done.asked, tpot_s)
+        yield from times(f"text beside {count} pictures", done.probes, tpot_s)
 
 
 @dataclass
@@ -84,13 +119,8 @@ async def _load(setup: Setup, url: str, pictures: int, requests: int) -> Load:
 
     async def ask(count: int, outcomes: list[Outcome]) -> None:
         while len(load.probes) < requests or (pictures and len(load.asked) < requests):
-            images = tuple([await asyncio.to_thread(noise_image, side) for _ in range(count)])
-            question = " ".join(rng.sample(_WORDS, 6)) + "?"
-            request = BenchRequest("image", [], tokens, question=question, pictures=images)
-            outcome = await client.ask(client.build(*payload_of(request)))
-            if outcome.status != 200:
-                raise RuntimeError(f"a request with {count} images was answered {outcome.status}: {outcome.error}")
-            outcomes.append(outcome)
+            images = [await asyncio.to_thread(noise_image, side) for _ in range(count)]
+            outcomes.append(await ask_about(client, images, tokens, rng))
 
     async with asyncio.TaskGroup() as group:
         for _ in range(PROBES):
@@ -101,10 +131,20 @@ async def _load(setup: Setup, url: str, pictures: int, requests: int) -> Load:
     return load
 
 
-def _figures(topology: str, case: str, outcomes: Sequence[Outcome], least_tpot_s: float) -> Iterator[Figure]:
+async def ask_about(client: LoadClient, images: Sequence[bytes], tokens: int, rng: random.Random) -> Outcome:
+    """Return the answer to a question about images, or about none. Raises RuntimeError where it failed."""
+    question = " ".join(rng.sample(_WORDS, 6)) + "?"
+    request = BenchRequest("image", [], tokens, question=question, pictures=tuple(images))
+    outcome = await client.ask(client.build(*payload_of(request)))
+    if outcome.status != 200:
+        raise RuntimeError(f"a request with {len(images)} images was answered {outcome.status}: {outcome.error}")
+    return outcome
+
+
+def times(case: str, outcomes: Sequence[Outcome], least_tpot_s: float) -> Iterator[Figure]:
     """Yield TTFT, and TPOT beside a decode step's weights read once."""
     ttft_s = [one.ttft_s for one in outcomes if one.ttft_s is not None]
     tpot_s = [one.tpot_s for one in outcomes if one.ttft_s is not None and one.num_tokens > 1]
-    yield durations("serving", f"{topology}, {case}: TTFT", ttft_s)
+    yield durations("serving", f"{case}: TTFT", ttft_s)
     if tpot_s:
-        yield durations("serving", f"{topology}, {case}: TPOT", tpot_s, least_tpot_s)
+        yield durations("serving", f"{case}: TPOT", tpot_s, least_tpot_s)
