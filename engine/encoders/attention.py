@@ -12,6 +12,7 @@ that are the same for all heads.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -44,9 +45,9 @@ def use_kernels(encoder: EncoderModel, device: torch.device, dtype: torch.dtype,
     if attention_backend == "torch":
         return True
     if device.type == "cuda" and dtype != torch.float32:
-        if encoder.unmasked is not None:
-            return use_flashinfer(encoder.unmasked, device)
-        log.info("the encoder computes attention with PyTorch", reason="it masks padding, or adds a bias")
+        if (part := flash_part(encoder)) is not None:
+            return use_flashinfer(part, device)
+        log.info("the encoder computes attention with PyTorch", reason="it masks more than padding, or adds a bias")
     if device.type == "cpu" and dtype == torch.bfloat16:
         try:
             ops.enable()
@@ -109,6 +110,22 @@ def _call(module: PreTrainedModel, name: str, function: Any) -> None:
     module.config._attn_implementation = name
 
 
+def flash_part(encoder: EncoderModel) -> nn.Module | None:
+    """Return the part of an encoder whose layers may call FlashInfer."""
+    return encoder.padded if encoder.unmasked is None else encoder.unmasked
+
+
+def rows_and_padding(module: Any, lengths: Sequence[int], size: int) -> dict[str, Tensor]:
+    """Return what tells FlashInfer where `lengths` end in a batch of rows [n, size]; nothing for PyTorch's attention.
+
+    Padding is a sequence of its own behind each row: no token of a row sees it, and nobody reads what comes of it.
+    """
+    if not module.config._attn_implementation.startswith(FLASH_NAME):
+        return {}
+    parts = (part for length in lengths for part in (length, size - length) if part)
+    return {"cu_seq_lens_q": torch.tensor([0, *itertools.accumulate(parts)])}
+
+
 def head_sizes(module: nn.Module) -> set[tuple[int, int]]:
     """Return the heads and head size of each kind of layer, from transformers' attention modules."""
     layers: list[Any] = [one for one in module.modules() if hasattr(one, "num_heads") and hasattr(one, "head_dim")]
@@ -156,7 +173,7 @@ class EncoderAttention:
     ) -> tuple[Tensor, None]:
         """query, key, value [batch, num_heads, size, head_dim] -> [batch, size, num_heads, head_dim].
 
-        `cu_seq_lens_q` [n + 1]: where sequences begin in a batch of one, and the last one ends.
+        `cu_seq_lens_q` [n + 1]: where sequences begin in the batch laid end to end, and the last one ends.
         """
         batch, num_heads, size, head_dim = query.shape
         heads = HeadSpec(num_heads, key.shape[1], head_dim, biased=_adds(attention_mask, more.get("position_bias")))

@@ -14,6 +14,7 @@ from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncod
 from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioMultiModalProjector
 
 from engine.device.h2d import send_tensor
+from engine.encoders.attention import rows_and_padding
 from engine.models.base import CheckpointLayout, EncoderModel
 from engine.processors import ProcessedInput
 
@@ -35,9 +36,9 @@ class Qwen2AudioEncoder(EncoderModel):
     )
 
     def __init__(self, config: Any) -> None:
-        self._config = config.audio_config
-        self._tower: Any = Qwen2AudioTower(self._config)
+        self._tower: Any = Qwen2AudioTower(config.audio_config)
         self._projector = Qwen2AudioMultiModalProjector(config)
+        self.padded = self._tower
         self.module: nn.Module = nn.ModuleDict({"audio_tower": self._tower, "projector": self._projector})
 
     @torch.inference_mode()
@@ -56,8 +57,9 @@ class Qwen2AudioEncoder(EncoderModel):
         hidden = F.gelu(tower.conv1(send_tensor(features, weight.device, weight.dtype)))
         hidden = F.gelu(tower.conv2(hidden)).transpose(1, 2)[:, :longest] + tower.embed_positions.weight[:longest]
         of_the_clip = send_tensor(torch.arange(longest) < num_keys[:, None], weight.device, torch.long)
-        mask = create_bidirectional_mask(self._config, hidden, of_the_clip)
+        mask = create_bidirectional_mask(tower.config, hidden, of_the_clip)
+        told = rows_and_padding(tower, num_keys.tolist(), longest)
         for layer in tower.layers:
-            hidden = layer(hidden, mask)
+            hidden = layer(hidden, mask, **told)
         normed: Tensor = tower.layer_norm(tower.avg_pooler(hidden.transpose(1, 2)).transpose(1, 2))
         return normed

@@ -14,6 +14,7 @@ from transformers.models.mbart.modeling_mbart import MBartEncoder as MBartEncode
 from transformers.models.t5.modeling_t5 import T5Stack
 
 from engine.device.h2d import send
+from engine.encoders.attention import rows_and_padding
 from engine.models.base import CheckpointLayout, EncoderModel
 from engine.processors import ProcessedInput
 
@@ -49,7 +50,8 @@ def _encode(module: nn.Module, items: Sequence[ProcessedInput]) -> list[Tensor]:
     for row, (item, length) in enumerate(zip(items, lengths, strict=True)):
         input_ids[row, :length], mask[row, :length] = item.arrays["input_ids"], 1
     ids, attended = send(next(module.parameters()).device, input_ids, mask)
-    hidden = module(input_ids=ids, attention_mask=attended).last_hidden_state
+    told = rows_and_padding(module, lengths, max(lengths))
+    hidden = module(input_ids=ids, attention_mask=attended, **told).last_hidden_state
     if min(lengths) == max(lengths):
         return list(hidden.unbind(0))
     return [row[:length] for row, length in zip(hidden, lengths, strict=True)]
@@ -86,7 +88,7 @@ class BartEncoder(EncoderModel):
     )
 
     def __init__(self, config: Any) -> None:
-        self.module: nn.Module = self.own(config)
+        self.module = self.padded = self.own(config)
 
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
         return encode_texts(self.module, items)

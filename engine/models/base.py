@@ -157,11 +157,13 @@ class EncoderModel(ABC):
     """An encoder for items of many requests in a batch. `module` is transformers' own.
 
     `unmasked` is the part of it whose attention never has a mask, so that a kernel for whole sequences serves it.
+    `padded` is the part that masks padding alone: FlashInfer serves it where layers are told the beginnings of rows.
     """
 
     module: nn.Module
     layout: CheckpointLayout
     unmasked: nn.Module | None = None
+    padded: nn.Module | None = None
 
     def finish_loading(self, device: torch.device) -> None:  # noqa: B027  (most encoders have nothing to do)
         """Compute buffers missing in checkpoints on `device`; called once after loading the weights."""

@@ -30,7 +30,7 @@ from common.model_info import ModelInfo, load_model_info
 from engine.attention.flashinfer import served
 from engine.attention.flashinfer.served import is_appended, needs_tensor_cores, unserved
 from engine.device.choice import DTYPES
-from engine.encoders.attention import head_sizes
+from engine.encoders.attention import flash_part, head_sizes
 from engine.models.registry import make_decoder, make_encoder
 from engine.state.spec import HeadSpec
 from tools.gpu_check.cases import CASES, AttentionCase
@@ -157,8 +157,8 @@ def _of_heads(heads: HeadSpec, dtype: str, *, window: bool) -> Iterator[Kernel]:
 
 
 def _of_encoder(info: ModelInfo, dtype: str) -> Iterator[Kernel]:
-    if info.media_kind in ("image", "audio") and (unmasked := make_encoder(info).unmasked) is not None:
-        for num_heads, head_dim in head_sizes(unmasked):
+    if info.media_kind is not None and (part := flash_part(make_encoder(info))) is not None:
+        for num_heads, head_dim in head_sizes(part):
             if unserved(HeadSpec(num_heads, num_heads, head_dim), DTYPES[dtype]) is None:
                 yield Kernel("prefill", dtype, head_dim)
 
