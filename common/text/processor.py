@@ -137,7 +137,7 @@ class TextProcessor:
         variables = dict(chat_template_kwargs or {})
         reserved = {"messages", "tools", "add_generation_prompt", "continue_final_message", *self._specials}
         for name in sorted(variables.keys() & (reserved | self._template.environment.globals.keys())):
-            message = f"chat_template_kwargs cannot set {name}, which has its value already"
+            message = f"chat_template_kwargs cannot set {name}: that is reserved"
             raise invalid(message, "chat_template_kwargs")
         variables["add_generation_prompt"] = not continue_final_message and add_generation_prompt is not False
         given = _with_end_mark(messages) if continue_final_message else messages

@@ -241,7 +241,7 @@ struct PackedHead {
     std::vector<Line> values;   // [padded / 2][value_lines]: keys 2 j and 2 j + 1 side by side
     std::vector<Line> scores;   // [kQueries][padded / 16] float32
     std::vector<Line> weights;  // [kQueries][padded / 32] bfloat16
-    int64_t count, padded;      // padded: to a multiple of kWide * 16 keys, with zeros
+    int64_t padded;             // number of keys, to a multiple of kWide * 16, with zeros
     int64_t dim;
 
     int64_t head_dim() const { return kDim ? kDim : dim; }
@@ -249,7 +249,7 @@ struct PackedHead {
     int64_t value_lines() const { return (head_dim() + kLanes - 1) / kLanes; }
 
     void pack(const bf16* key, const bf16* value, int64_t stride, int64_t size, int64_t size_d) {
-        count = size, dim = size_d;
+        dim = size_d;
         padded = (size + kWide * kLanes - 1) / (kWide * kLanes) * kWide * kLanes;
         keys.assign(padded / kLanes * num_pairs(), Line{});
         values.assign(padded / 2 * value_lines(), Line{});

@@ -149,9 +149,10 @@ def paged_attention(
 
 
 def serves_dense(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether `dense_attention` takes these: six queries or more, an even head_dim, keys and values strided alike."""
+    """Whether `dense_attention` takes these: six queries or more and at least as many keys, an even head_dim, keys and
+    values strided alike."""
     return (
-        query.shape[2] >= 6
+        key.shape[2] >= query.shape[2] >= 6
         and query.shape[3] % 2 == 0
         and key.shape == value.shape
         and key.stride() == value.stride()

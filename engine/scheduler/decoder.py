@@ -60,6 +60,7 @@ class DecoderScheduler:
         self.held_back = False
         self._first: Request | None = None  # for whom others have just given their blocks
         self._changed: list[Request] = []
+        self._num_ready: int | None = None  # prompt tokens, counted once in a step
         self.capacity = Capacity(blocks, cache_lookup, self.running, self.reserved, max_num_seqs, max_model_len)
         self.counters = {"preemptions": 0, "preemptions_by_swap": 0, "inputs_covered": 0}
         self.counters |= {"prefix_queried_tokens": 0, "prefix_hit_tokens": 0}
@@ -117,6 +118,7 @@ class DecoderScheduler:
     def schedule(self) -> ScheduledStep:
         """Return the next step, with blocks allocated; empty if no request can run."""
         chosen: Chosen = {}
+        self._num_ready = None
         preemptions = self.counters["preemptions"]
         for request in sorted(self.running, key=lambda request: (request.is_prefilling, request.order)):
             if self.held_back:
@@ -133,18 +135,20 @@ class DecoderScheduler:
         counts = [count for pairs in chosen.values() for _, count in pairs]
         left = self.token_budget - sum(counts)
         num_decodes = counts.count(1)
-        if self.pace is None or not num_decodes or request.is_prefilled_here:
+        if self.pace is None or not num_decodes or request.prefill_only:
             return left
         if request in self.running and not request.is_prefilling:
             return left  # the next token of a stream
-        limit = self.pace.limit(num_decodes, request.sequences[0].num_computed_tokens, self._num_ready_tokens())
+        if self._num_ready is None:
+            self._num_ready = self._count_ready_tokens()
+        limit = self.pace.limit(num_decodes, request.sequences[0].num_computed_tokens, self._num_ready)
         return left if limit is None else min(left, limit - (sum(counts) - num_decodes))
 
-    def _num_ready_tokens(self) -> int:
+    def _count_ready_tokens(self) -> int:
         """Return the prompt tokens that could be computed now, of running requests and the first waiting ones."""
-        begun = (request for request in self.running if request.is_prefilling)
-        ready = itertools.chain(begun, itertools.islice(self.waiting, 32))
-        return sum(request.num_remaining(request.sequences[0]) for request in ready)
+        begun = sum(request.num_remaining(request.sequences[0]) for request in self.running if request.is_prefilling)
+        waiting = itertools.islice(self.waiting, 32)
+        return begun + sum(self._first_chunk(request, len(request.sequences[0].token_ids)) for request in waiting)
 
     # --- running requests
 
@@ -208,12 +212,15 @@ class DecoderScheduler:
         line, first = list(self.waiting), self._first
         self._first = None
         for request in sorted(line, key=lambda one: one is not first) if first is not None else line:
-            budget = self._budget(request, chosen)
-            if budget <= 0 or self.held_back or self._is_behind_the_line(request):
+            if self.held_back or self._is_behind_the_line(request):
                 break
-            wanted = self._first_chunk(request, budget)
+            wanted = self._first_chunk(request, self.token_budget)
             if wanted <= 0:
                 continue  # waits for an input; others may go ahead
+            budget = self._budget(request, chosen)
+            if budget <= 0:
+                break
+            wanted = min(wanted, budget)
             if not self._find_place(request, wanted, chosen):
                 if self.capacity.holds_the_line(request):
                     break  # nobody who comes later may take what it needs

@@ -139,6 +139,7 @@ class ApiClient:
             call = self._transcribe if job.is_transcription else self._chat
             await call(job, outcome, on_text)
             if not job.media and (outcome.error or "").endswith(_HINT):
+                outcome.began = time.perf_counter()  # of the request that is answered
                 await self._generate("/v1/completions", {"prompt": job.prompt}, outcome, on_text)
         except httpx.HTTPError as error:
             outcome.error = f"{type(error).__name__}: {error}".rstrip(": ")

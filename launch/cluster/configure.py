@@ -17,7 +17,8 @@ Flags = dict[str, Any]
 
 _WORKERS: Final = ("ENCODER", "PREFILL", "DECODE", "PREFILL_DECODE")
 _NO_SETTINGS: Final = {
-    *("CONFIG", "DEPARTURE_NOTE", "GPU_MODELS", "BROKER_PASSWORD", "MODELS", "PUBLISH", "START_PERIOD", "TAG"),
+    *("CONFIG", "DEPARTURE_NOTE", "GPU_MODELS"),
+    *("BROKER_PASSWORD", "CUDA_ARCHS", "MODELS", "PUBLISH", "START_PERIOD", "TAG"),
     *(worker + suffix for worker in _WORKERS for suffix in ("S", "_GPU", "_MEMORY_FRACTION")),
 }
 """TRIPTYCH_ variables for others: the place of triptych.toml, the supervisor's note, the Compose files, the tests."""

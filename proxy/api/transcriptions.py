@@ -120,6 +120,9 @@ async def transcriptions(
     )
     if told["task"] != task:
         raise invalid(f"decoder_prompt has the task {told['task']}, which is for the other route", "decoder_prompt")
+    if form.has_segments and not told["timestamps"]:
+        message = f"decoder_prompt has <|notimestamps|>: {form.response_format} needs timestamps, so leave that out"
+        raise invalid(message, "decoder_prompt")
     options = SpeechOptions(
         **told,
         details=form.response_format == "verbose_json",

@@ -49,18 +49,24 @@ class Phase:
     def gaps_ms(self) -> np.ndarray[Any, np.dtype[np.float64]]:
         return 1e3 * np.sort(np.concatenate([outcome.gaps_s for outcome in self.texts]))
 
-    def texts_per_s(self) -> float:
-        return sum(len(outcome.gaps_s) for outcome in self.texts) / self.seconds
+    def tokens_per_s(self) -> float:
+        return sum(outcome.num_tokens for outcome in self.texts) / self.seconds
+
+    def tokens_per_event(self) -> float:
+        """Return 1 for a server that sends each token alone: else a gap is that of several tokens."""
+        events = sum(len(outcome.gaps_s) + 1 for outcome in self.texts)
+        return sum(outcome.num_tokens for outcome in self.texts) / events
 
     def cells(self) -> list[str]:
         p50, p90, p99, most = np.quantile(self.gaps_ms(), [0.5, 0.9, 0.99, 1.0])
         ttft_ms = 1e3 * float(np.median([outcome.ttft_s or 0 for outcome in self.texts]))
         times = f"{p50:.1f} / {p90:.1f} / {p99:.1f} / {most:.0f}"
-        return [times, f"{ttft_ms:.0f}", f"{self.texts_per_s():.0f}", f"{len(self.images) / self.seconds:.2f}"]
+        rates = [f"{self.tokens_per_s():.0f}", f"{self.tokens_per_event():.2f}"]
+        return [times, f"{ttft_ms:.0f}", *rates, f"{len(self.images) / self.seconds:.2f}"]
 
 
 @dataclass(frozen=True)
-class Load:
+class StreamLoad:
     """The clients: so many streams, and so many that send images of `size` pixels a side."""
 
     streams: int
@@ -99,8 +105,14 @@ def _image(size: int) -> list[dict[str, Any]]:
 
 
 def _request(client: LoadClient, model: str, content: Any, max_tokens: int) -> Request:
-    options = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "allowed_token_ids": LETTERS}
+    options: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "allowed_token_ids": LETTERS,
+    }
     messages = [{"role": "user", "content": content}]
+    options["stream_options"] = {"include_usage": True}
     body = {"model": model, "stream": True, "messages": messages, **options}
     return client.build("/v1/chat/completions", {"json": body})
 
@@ -149,7 +161,7 @@ def interference(
         python -m tools.bench.interference --server vllm=http://127.0.0.1:9000=vlm --topology 1e1pd
     """
     folder = model or make_model(FOLDER)
-    load = Load(streams, images, size, seconds)
+    load = StreamLoad(streams, images, size, seconds)
     phases: dict[tuple[str, bool], Phase] = {}
     for repetition in range(repetitions):
         for name in [*(server or ()), *(topology or ())] or ["1e1pd", "1e1p1d"]:
@@ -163,7 +175,15 @@ def interference(
                         runner.run(load.run(client, served, phase, beside_images=beside))
                     runner.run(client.close())
     rows = [[name, "beside images" if beside else "alone", *phase.cells()] for (name, beside), phase in phases.items()]
-    titles = ["system", "text", "ITL p50 / p90 / p99 / max, ms", "TTFT p50, ms", "text tokens/s", "images/s"]
+    titles = [
+        "system",
+        "text",
+        "ITL p50 / p90 / p99 / max, ms",
+        "TTFT p50, ms",
+        "text tokens/s",
+        "tokens per event",
+        "images/s",
+    ]
     print(markdown(titles, rows))
     if plot is not None:
         _draw(phases, plot)
@@ -172,7 +192,7 @@ def interference(
 def _server(name: str, folder: Path, stack: ExitStack) -> tuple[str, str]:
     """Return the address of a system, and its name for the model; start a cluster where `name` is a topology."""
     if "=" in name:
-        _, url, served = name.split("=")
+        url, _, served = name.partition("=")[2].rpartition("=")
         return url.rstrip("/"), served
     config = EngineConfig(dtype="bfloat16")
     settings = Settings(model=str(folder), served_model_name="vlm", port=0, log_level="warning", engine=config)

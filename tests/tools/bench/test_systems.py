@@ -37,4 +37,5 @@ def test_a_cluster_and_servers_are_measured_and_every_hop_between_two_workers(
     phases = [row.strip("| ").split(" | ") for row in rows if row.startswith("| loaded")]
     assert [phase[1] for phase in phases] == ["alone", "beside images"]
     assert [float(phase[-1]) > 0 for phase in phases] == [False, True]
+    assert all(float(phase[4]) > 0 for phase in phases)
     assert len(addresses) == 1

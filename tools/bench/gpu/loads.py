@@ -16,7 +16,7 @@ from tools.bench.gpu import serving
 from tools.bench.gpu.figures import Figure, durations, rate
 from tools.bench.gpu.setup import Setup, noise_image
 from tools.bench.gpu.steps import least_step_s
-from tools.bench.interference import Load, Phase
+from tools.bench.interference import Phase, StreamLoad
 from tools.gpu_check.shapes import Shape, qwen2_5_vl_3b
 
 SIDES: Final = {"4k": 2880, "8k": 5760}
@@ -46,7 +46,7 @@ def _gaps(setup: Setup, folder: Path, url: str) -> Iterator[Figure]:
 
     async def stream(side: int) -> list[float]:
         client, phase = LoadClient(url), Phase()
-        load = Load(in_flight, in_flight, side, seconds)
+        load = StreamLoad(in_flight, in_flight, side, seconds)
         await load.run(client, serving.MODEL, phase, beside_images=side > 0)
         await client.close()
         return [gap for outcome in phase.texts for gap in outcome.gaps_s]
