@@ -10,7 +10,7 @@ import pytest
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from engine.llm import LLM
-from tests.equality.cases import MAX_TOKENS, Case, CasesOf, FolderOf
+from tests.equality.cases import MAX_TOKENS, Case, FolderOf
 from tests.equality.runs import answer_all, expected_of, kv_bytes
 from tests.equality.served import ANSWER_TIMEOUT_S, Served, serve
 
@@ -29,11 +29,6 @@ def served(request: pytest.FixtureRequest, folder_of: FolderOf, broker_url: str)
     options |= {"encoder_cache_bytes": 128 * 64 * 4}
     with serve(folder, broker_url, request.param, topology="2e1pd", **options) as cluster:  # type: ignore[arg-type]
         yield cluster
-
-
-@pytest.fixture
-def cases(served: Served, cases_of: CasesOf) -> list[Case]:
-    return cases_of(served.prefix)
 
 
 async def test_a_mixed_batch_equals_transformers_and_llm(served: Served, cases: list[Case]) -> None:

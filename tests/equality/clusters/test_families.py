@@ -9,7 +9,7 @@ import pytest
 
 from common.model_info import load_model_info
 from engine.llm import LLM
-from tests.equality.cases import MAX_TOKENS, Case, CasesOf, FolderOf, timed_speech_cases
+from tests.equality.cases import MAX_TOKENS, Case, FolderOf, timed_speech_cases
 from tests.equality.references import Reference
 from tests.equality.runs import answer_all, expected_of, kv_bytes
 from tests.equality.served import Answer, Served, serve
@@ -34,11 +34,6 @@ def served(request: pytest.FixtureRequest, folder_of: FolderOf, broker_url: str)
     options["async_scheduling"] = request.param in AHEAD
     with serve(folder, broker_url, request.param, encoder_cache_bytes=ENCODER_CACHE_BYTES, **options) as cluster:
         yield cluster
-
-
-@pytest.fixture
-def cases(served: Served, cases_of: CasesOf) -> list[Case]:
-    return cases_of(served.prefix)
 
 
 async def test_a_mixed_batch_equals_transformers_and_llm(served: Served, cases: list[Case]) -> None:
