@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import json
 from pathlib import Path
 from typing import Final
 
@@ -11,6 +9,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import BartConfig, BartForConditionalGeneration, GenerationConfig, PreTrainedTokenizerFast
 
+from tools.checkpoint import save_checkpoint
 from tools.numerals.words import MORPHEMES
 
 BOS, PAD, EOS = range(3)
@@ -71,10 +70,5 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> BartForConditio
 
 
 def save_folder(model: BartForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write weights in bfloat16 and the tokenizer as an ordinary transformers folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}  # as older versions call it
-    path.write_text(json.dumps(config, indent=1) + "\n")
+    """Write weights and tokenizer as an ordinary transformers folder."""
+    save_checkpoint(model, tokenizer, folder, tokenizer_class="PreTrainedTokenizerFast")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from pathlib import Path
@@ -17,6 +16,7 @@ from transformers import (
 )
 
 from launch.demo.scenes import COLOURS, QUESTIONS, SHAPES
+from tools.checkpoint import save_checkpoint
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -174,15 +174,8 @@ def _initial_deviation(name: str, parameter: torch.Tensor) -> float:
 
 def save_folder(model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write weights in bfloat16, tokenizer, chat template and image processor as an ordinary transformers folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text()) | {
-        "tokenizer_class": "Qwen2TokenizerFast",
-        "processor_class": "Qwen2_5_VLProcessor",
-    }
-    path.write_text(json.dumps(config, indent=1) + "\n")
+    classes = {"tokenizer_class": "Qwen2TokenizerFast", "processor_class": "Qwen2_5_VLProcessor"}
+    save_checkpoint(model, tokenizer, folder, **classes)
     bpe = json.loads((folder / "tokenizer.json").read_text())["model"]
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in bpe["merges"]]
     (folder / "vocab.json").write_text(json.dumps(bpe["vocab"], ensure_ascii=False) + "\n")
