@@ -1,15 +1,13 @@
-"""The tokenizer, the configuration and the folder of numerals, an unchanged BART."""
+"""The tokenizer and the configuration of numerals, an unchanged BART."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Final
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import BartConfig, BartForConditionalGeneration, GenerationConfig, PreTrainedTokenizerFast
 
-from tools.checkpoint import save_checkpoint
 from tools.numerals.words import MORPHEMES
 
 BOS, PAD, EOS = range(3)
@@ -67,8 +65,3 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> BartForConditio
     model = BartForConditionalGeneration(config)
     model.generation_config = GenerationConfig(forced_bos_token_id=BOS, do_sample=False, max_new_tokens=48, **_IDS)
     return model
-
-
-def save_folder(model: BartForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write weights and tokenizer as an ordinary transformers folder."""
-    save_checkpoint(model, tokenizer, folder, tokenizer_class="PreTrainedTokenizerFast")

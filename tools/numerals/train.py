@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.optim import AdamW, Muon, Optimizer
 from transformers import BartForConditionalGeneration
 
+from tools.checkpoint import save_checkpoint
 from tools.numerals.data import training_batches
-from tools.numerals.model import make_model, make_tokenizer, save_folder
+from tools.numerals.model import make_model, make_tokenizer
 
 _WARM_UP = 200
 
@@ -70,7 +71,7 @@ def main() -> None:
             loss_of_hundred, minutes = sum(losses[-100:]) / 100, (time.monotonic() - begin) / 60
             print(f"step {step}  loss {loss_of_hundred:.5f}  {minutes:.1f} min", flush=True)
         if step % 500 == 0 or step == arguments.steps:
-            save_folder(model, tokenizer, arguments.folder)
+            save_checkpoint(model, tokenizer, arguments.folder, tokenizer_class="PreTrainedTokenizerFast")
 
 
 if __name__ == "__main__":
