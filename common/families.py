@@ -26,6 +26,7 @@ class Family:
     is_encoder_decoder  exactly one input per request, which the decoder reaches by cross-attention alone
     cross_attention     the decoder reads inputs by cross-attention instead of by replaced embeddings
     placeholder         key of the token that stands for one media item in a prompt; empty where prompts have none
+    placeholder_text    what templates and users write for an item, and the text with the placeholder in its place
     decoder_length      key of the longest decoder sequence, in tokens
     encoder_length      key of the longest encoder output of one input, in rows; empty: as long as the context
     encoder_tiles       every encoder output has rows for all tiles that the vision model takes, filled or not (Mllama)
@@ -43,6 +44,7 @@ class Family:
     is_encoder_decoder: bool = False
     cross_attention: bool = False
     placeholder: str = ""
+    placeholder_text: tuple[str, str] | None = None
     decoder_length: str = "max_position_embeddings"
     encoder_length: str = ""
     encoder_tiles: bool = False
@@ -55,6 +57,18 @@ FAMILIES: Final[tuple[Family, ...]] = (
     Family("qwen2", ("Qwen2ForCausalLM",)),
     Family("qwen3", ("Qwen3ForCausalLM",)),
     Family("mistral", ("MistralForCausalLM",)),
+    Family("gemma3_text", ("Gemma3ForCausalLM",), decoder="engine.models.gemma3:build"),
+    Family(
+        "gemma3",
+        ("Gemma3ForConditionalGeneration",),
+        decoder="engine.models.gemma3:build",
+        encoder="engine.encoders.gemma3:Gemma3Encoder",
+        processor="engine.processors.gemma3:Gemma3Processor",
+        media_kind="image",
+        placeholder="image_token_index",
+        # As the processor of transformers writes an image: the line breaks merge with those of the text around it.
+        placeholder_text=("<start_of_image>", "\n\n<start_of_image><image_soft_token><end_of_image>\n\n"),
+    ),
     Family(
         "qwen2_5_vl",
         ("Qwen2_5_VLForConditionalGeneration",),

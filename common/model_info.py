@@ -55,6 +55,24 @@ _QWEN2: Final = {
     "max_position_embeddings": 32_768,
     "rope_theta": 1e4,
 }
+_GEMMA3: Final = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
 _QWEN2_VL: Final = {
     "vocab_size": 152_064,
     "hidden_size": 8192,
@@ -79,6 +97,7 @@ TEXT_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     },
     "qwen2": _QWEN2,
     "qwen3": {**_QWEN2, "head_dim": 128},
+    "gemma3_text": _GEMMA3,
     "qwen2_vl_text": _QWEN2_VL,
     "qwen2_5_vl_text": _QWEN2_VL,
     "mllama_text_model": {

@@ -86,6 +86,8 @@ class TextProcessor:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of any text. Other threads run meanwhile: the batch call of `tokenizers` releases the
         lock."""
+        if self.info.family.placeholder_text is not None:
+            text = text.replace(*self.info.family.placeholder_text)
         return list(self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def encode_prompt(self, text: str, param: str, *, add_special_tokens: bool = True) -> list[int]:

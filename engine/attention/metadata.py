@@ -34,8 +34,9 @@ class AttentionMetadata:
     block_table      [num_requests, max_blocks] on the device
     slot_mapping     [num_tokens] on the device: where each token's key and value are written; None for cross-attention,
                      whose blocks are read-only
-    key_ranges       [num_tokens, 2] on the host, for cross-attention: token t sees keys key_ranges[t, 0] .. [t, 1] of
-                     its request; None where all tokens see all of them. A token with an empty range gets zeros.
+    key_ranges       [num_tokens, 2] on the host: token t sees keys key_ranges[t, 0] .. [t, 1] of its request. None
+                     where all tokens see all keys (cross-attention) or those up to themselves (self-attention, whose
+                     ranges begin at 0). In cross-attention a token with an empty range gets zeros.
     host_table       block_table on the host, where the runner has it; `table` brings it there otherwise
     after_input      [num_tokens] on the host, for cross-attention: whether an input stands at a token or before it;
                      None where one does for all of them
@@ -77,6 +78,15 @@ class AttentionMetadata:
         first = np.asarray(self.seq_lens) - counts if known is None else np.asarray(known)
         positions: IntArray = np.repeat(first - self.query_start_loc[:-1], counts) + np.arange(counts.sum())
         return positions
+
+    def ranges_within(self, window: int | None) -> IntArray:
+        """Return the `key_ranges` of self-attention where a token sees the last `window` keys up to itself, and all
+        visible ones behind it."""
+        assert self.key_ranges is not None
+        if window is None:
+            return self.key_ranges
+        begins = np.maximum(self.positions + 1 - window, 0)
+        return np.stack((begins, self.key_ranges[:, 1]), axis=1)
 
     def evaluate(self, bias: AttentionBias, keys: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         """Return a bias of the tokens of requests `begin` .. `end` for `keys` [k]: [num_heads or 1, n, k]."""

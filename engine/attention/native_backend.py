@@ -75,8 +75,12 @@ def _dense_heads(x: torch.Tensor) -> torch.Tensor:
 def _within(plan: _NativePlan, window: int) -> torch.Tensor:
     ranges = plan.windowed.get(window)
     if ranges is None:
-        begins = (plan.key_ranges[:, 1] - window).clamp_(min=0)
-        ranges = plan.windowed[window] = torch.stack((begins, plan.key_ranges[:, 1]), dim=1)
+        if plan.metadata.key_ranges is not None:
+            ranges = torch.from_numpy(plan.metadata.ranges_within(window))
+        else:
+            begins = (plan.key_ranges[:, 1] - window).clamp_(min=0)
+            ranges = torch.stack((begins, plan.key_ranges[:, 1]), dim=1)
+        plan.windowed[window] = ranges
     return ranges
 
 

@@ -222,11 +222,13 @@ def _plan_row(
     metadata, block_size = plan.metadata, plan.block_size
     start, end = metadata.query_start_loc[index], metadata.query_start_loc[index + 1]
     seq_len, device = metadata.seq_lens[index], metadata.block_table.device
-    if metadata.causal:
+    if metadata.key_ranges is not None:
+        ranges = metadata.ranges_within(window if metadata.causal else None)
+        visible = keys_in_ranges(ranges[start:end], device)
+    elif metadata.causal:
         visible = causal_keys(end - start, seq_len, window, device)
     else:
-        ranges = None if metadata.key_ranges is None else metadata.key_ranges[start:end]
-        visible = keys_in_ranges(end - start, seq_len, ranges, device)
+        visible = Visible(0, seq_len)
     mask = visible.additive_mask(plan.dtype)
     if bias is not None:
         keys = torch.arange(visible.first, visible.last, device=device)

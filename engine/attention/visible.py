@@ -112,10 +112,8 @@ def attend_once(
     return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale).reshape(query.shape)
 
 
-def keys_in_ranges(num_queries: int, seq_len: int, ranges: IntArray | None, device: torch.device) -> Visible:
-    """Return the keys within each token's range [num_queries, 2]; without ranges, all keys."""
-    if ranges is None:
-        return Visible(0, seq_len)
+def keys_in_ranges(ranges: IntArray, device: torch.device) -> Visible:
+    """Return the keys within each token's range [num_queries, 2]."""
     starts, ends = ranges[:, 0], ranges[:, 1]
     empty = ends <= starts
     if empty.all():

@@ -27,7 +27,7 @@ class LlavaEncoder(EncoderModel):
         self.unmasked = self._tower
         self._projector = LlavaMultiModalProjector(config)
         self.module: nn.Module = nn.ModuleDict({"tower": self._tower, "projector": self._projector})
-        self.layout = _layout(inner="vision_model." if hasattr(self._tower, "vision_model") else "")
+        self.layout = tower_layout(self._tower)
 
     def finish_loading(self, device: torch.device) -> None:
         # Row numbers 0, 1, ... of its position embedding are in no checkpoint.
@@ -40,14 +40,18 @@ class LlavaEncoder(EncoderModel):
         weight = next(self.module.parameters())
         pixels = torch.from_numpy(np.stack([item.arrays["pixel_values"] for item in items]))
         pixels = send_tensor(pixels, weight.device, weight.dtype)
+        return list(self._projector(self._features(pixels)).unbind(0))
+
+    def _features(self, pixels: Tensor) -> Tensor:
+        """Return what the projector reads: [images, 3, height, width] -> [images, rows, width]."""
         states = self._tower(pixels, output_hidden_states=True).hidden_states
-        features = torch.cat([states[layer][:, self._first_row :] for layer in self._layers], dim=-1)
-        return list(self._projector(features).unbind(0))
+        return torch.cat([states[layer][:, self._first_row :] for layer in self._layers], dim=-1)
 
 
-def _layout(inner: str) -> CheckpointLayout:
-    """Return the layout. `inner` is a level between tower and layers, present in checkpoints and in modules of some
-    versions."""
+def tower_layout(tower: nn.Module) -> CheckpointLayout:
+    """Return the layout of a tower and its projector. There is a level between tower and layers in checkpoints, and in
+    modules of some versions."""
+    inner = "vision_model." if hasattr(tower, "vision_model") else ""
     prefixes = {}
     for outer in ("", "model."):
         prefixes[f"{outer}vision_tower."] = f"tower.{inner}"

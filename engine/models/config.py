@@ -13,7 +13,7 @@ from common.model_info import ModelInfo
 
 _MROPE_SECTIONS = {"qwen2_vl": (16, 24, 24), "qwen2_5_vl": (16, 24, 24), "qwen3_vl": (24, 20, 20)}
 """Families whose positions have three axes: how many frequencies each turns where config.json does not say."""
-_SLIDING_WINDOW, _MAX_WINDOW_LAYERS = 4096, 28
+_SLIDING_WINDOW, _MAX_WINDOW_LAYERS, _WINDOW_PATTERN = 4096, 28, 6
 """transformers' defaults where a config.json does not say; null means no window."""
 
 
@@ -77,7 +77,7 @@ def read_text_config(info: ModelInfo) -> TextConfig:
         mlp_bias=bool(json.get("mlp_bias", False)),
         qk_norm=qwen3,
         windows=_windows(json, kind, info.max_model_len),
-        tied=is_tied(info, default=False),
+        tied=is_tied(info, default=kind.startswith("gemma3")),
     )
 
 
@@ -95,6 +95,7 @@ def is_tied(info: ModelInfo, *, default: bool) -> bool:
 def _rope(json: dict[str, Any]) -> dict[str, Any]:
     """Return `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
     given: dict[str, Any] = json.get("rope_parameters") or json.get("rope_scaling") or {}
+    given = given.get("full_attention", given)  # of Gemma 3, whose layers with a window have others
     rope_type = given.get("rope_type") or given.get("type") or "default"
     partial = given.get("partial_rotary_factor") or json.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
@@ -109,16 +110,24 @@ def _rope(json: dict[str, Any]) -> dict[str, Any]:
 
 def _windows(json: dict[str, Any], kind: str, max_model_len: int) -> tuple[int | None, ...]:
     """Return the number of visible tokens for each layer, the own token included; None for all."""
+    sliding, window = sliding_layers(json, kind), json.get("sliding_window", _SLIDING_WINDOW)
+    if window is None or window >= max_model_len:
+        return (None,) * len(sliding)
+    return tuple(int(window) if slides else None for slides in sliding)
+
+
+def sliding_layers(json: dict[str, Any], kind: str) -> list[bool]:
+    """Return which layers have a window, by the `kind` of the model."""
     num_layers = int(json["num_hidden_layers"])
     if kind.startswith("mistral"):
-        sliding = [True] * num_layers
+        return [True] * num_layers
+    if kind.startswith("gemma3"):
+        pattern = int(json.get("sliding_window_pattern") or _WINDOW_PATTERN)
+        default = [bool((index + 1) % pattern) for index in range(num_layers)]
     elif kind.startswith("qwen") and json.get("use_sliding_window"):
         first = int(json.get("max_window_layers", _MAX_WINDOW_LAYERS))
-        default = ["sliding_attention" if index >= first else "full_attention" for index in range(num_layers)]
-        sliding = [layer_type == "sliding_attention" for layer_type in json.get("layer_types") or default]
+        default = [index >= first for index in range(num_layers)]
     else:
-        sliding = [False] * num_layers
-    window = json.get("sliding_window", _SLIDING_WINDOW)
-    if window is None or window >= max_model_len:
-        return (None,) * num_layers
-    return tuple(int(window) if slides else None for slides in sliding)
+        return [False] * num_layers
+    given = json.get("layer_types")
+    return default if given is None else [layer_type == "sliding_attention" for layer_type in given]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from common.config import EngineConfig
+from common.errors import TriptychError
 from common.model_info import ModelInfo
 from common.telemetry import get_logger
 from engine.attention.backend import PagedAttentionContext
@@ -38,7 +39,7 @@ from engine.runner.step import (
 )
 from engine.state.inputs import InputBuffers, ScheduledStep, StepInputs
 from engine.state.request import Sequence
-from engine.state.spec import HeadSpec, Table
+from engine.state.spec import DecoderSpec, HeadSpec, Table
 
 log = get_logger()
 
@@ -76,6 +77,7 @@ class DecoderRunner:
         self.dtype = choose_dtype(config.dtype, self.device, info)
         self.model, self.load_report = load_decoder(info, self.device, self.dtype, config.load_format)
         self.spec = self.model.spec
+        _check_room(self.spec, config)
         self.max_model_len = min(config.max_model_len or self.spec.max_model_len, self.spec.max_model_len)
         self.block_size = config.block_size
         self.buffers = InputBuffers(
@@ -219,7 +221,9 @@ class DecoderRunner:
             input_ids = self.last_tokens.fill(input_ids, slots)
         embeddings = self.model.embed(input_ids)
         encoder_rows = merge_embeddings(embeddings, pieces, self.dtype)
-        own = self_metadata(step, inputs, blocks, block_table, slot_mapping.to(self.backend.slot_dtype))
+        slot_mapping = slot_mapping.to(self.backend.slot_dtype)
+        whole_inputs = bool(self.spec.whole_input_tokens)
+        own = self_metadata(step, inputs, blocks, block_table, slot_mapping, whole_inputs=whole_inputs)
         cross = None if self._cross is None else self._cross.metadata(step, inputs, blocks, on_device=True)
         context = PagedAttentionContext.of_step(self.backend, self.caches, own, cross)
         hidden: torch.Tensor = self.model(embeddings, positions, context, encoder_rows)
@@ -242,3 +246,15 @@ class DecoderRunner:
         if len(hidden) == 0:
             return torch.empty(0, self.spec.vocab_size, device=hidden.device)
         return self.model.logits(hidden).float()  # argmax over bfloat16 is six times slower on a CPU
+
+
+def _check_room(spec: DecoderSpec, config: EngineConfig) -> None:
+    """Raise TriptychError("invalid_request") where a whole input does not fit into a step beside the decodes."""
+    least = spec.whole_input_tokens + config.max_num_seqs
+    if spec.whole_input_tokens and config.max_num_batched_tokens < least:
+        message = (
+            f"max_num_batched_tokens is {config.max_num_batched_tokens}: this model computes an image in one step, "
+            f"{spec.whole_input_tokens} tokens beside {config.max_num_seqs} sequences (max_num_seqs): give at least "
+            f"{least}"
+        )
+        raise TriptychError("invalid_request", message, "max_num_batched_tokens")

@@ -68,10 +68,16 @@ def positions_of(step: ScheduledStep, inputs: StepInputs, *, uses_mrope: bool) -
 
 
 def self_metadata(
-    step: ScheduledStep, inputs: StepInputs, blocks: BlockManager, block_table: Tensor, slot_mapping: Tensor | None
+    step: ScheduledStep,
+    inputs: StepInputs,
+    blocks: BlockManager,
+    block_table: Tensor,
+    slot_mapping: Tensor | None,
+    *,
+    whole_inputs: bool = False,
 ) -> AttentionMetadata:
     """Return the metadata of self-attention. `block_table` and `slot_mapping` belong to `inputs`, on the wanted
-    device."""
+    device. With `whole_inputs` the tokens of an input see each other in both directions."""
     return AttentionMetadata(
         query_start_loc=inputs.query_start_loc.tolist(),
         seq_lens=inputs.seq_lens.tolist(),
@@ -81,8 +87,26 @@ def self_metadata(
         causal=True,
         num_decodes=step.num_decodes,
         host_table=inputs.block_table,
+        key_ranges=_ranges_of_whole_inputs(step, inputs) if whole_inputs else None,
         requests=[sequence.request for sequence in step.sequences],
     )
+
+
+def _ranges_of_whole_inputs(step: ScheduledStep, inputs: StepInputs) -> IntArray | None:
+    """Return the keys of each token, [num_tokens, 2]: up to itself, or to the end of the input that it stands for.
+
+    None where no token stands for an input.
+    """
+    ends, starts = inputs.positions + 1, inputs.query_start_loc.tolist()
+    is_causal = True
+    for index, sequence in enumerate(step.sequences):
+        first, last = sequence.num_computed_tokens, sequence.num_computed_tokens + step.num_tokens[index]
+        for item in sequence.request.inputs if last > first + 1 else ():
+            if item.start is not None and item.end is not None and item.start < last and item.end > first:
+                begin, end = max(item.start, first), min(item.end, last)
+                ends[starts[index] + begin - first : starts[index] + end - first] = end
+                is_causal = False
+    return None if is_causal else np.stack((np.zeros_like(ends), ends), axis=1)
 
 
 @dataclass(frozen=True)

@@ -46,12 +46,16 @@ class DecoderScheduler:
         token_budget: int,
         preemption: PreemptionPolicy = "auto",
         itl_objective_s: float | None = None,
+        *,
+        whole_inputs: bool = False,
     ) -> None:
+        """With `whole_inputs` the tokens of an input are computed in one step."""
         self.blocks = blocks
         self.cache_lookup = cache_lookup
         self._slots = slots
         self.token_budget = token_budget
         self.preemption = preemption
+        self._whole_inputs = whole_inputs
         self.pace = None if itl_objective_s == 0 else PrefillPace(itl_objective_s)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -154,7 +158,8 @@ class DecoderScheduler:
 
     def _continue(self, request: Request, chosen: Chosen, budget: int) -> None:
         """Choose the next tokens of a running request; preempt the last requests if blocks are missing."""
-        for sequence, count in self._wanted(request, budget):
+        room = self.token_budget - sum(count for pairs in chosen.values() for _, count in pairs)
+        for sequence, count in self._wanted(request, budget, room):
             if sequence.sequence_id not in self.blocks.tables:
                 self._begin_sibling(request, sequence)
                 continue  # how much is left to compute has just changed: it runs in the next step
@@ -172,8 +177,11 @@ class DecoderScheduler:
             self.blocks.append(sequence.sequence_id, sequence.num_computed_tokens, end)
             chosen.setdefault(request.request_id, []).append((sequence, count))
 
-    def _wanted(self, request: Request, budget: int) -> list[tuple[Sequence, int]]:
-        """Return the runnable tokens of each sequence within the budget. Beams take the last step together."""
+    def _wanted(self, request: Request, budget: int, room: int) -> list[tuple[Sequence, int]]:
+        """Return the runnable tokens of each sequence within the budget. Beams take the last step together.
+
+        Whole inputs may exceed the budget, which is what the pace allows, up to the room.
+        """
         remaining = [(sequence, request.num_remaining(sequence)) for sequence in request.sequences]
         if request.sampling.uses_beams and request.forked:
             if all(count == 1 for _, count in remaining):
@@ -182,9 +190,11 @@ class DecoderScheduler:
         wanted = []
         for sequence, count in remaining:
             count = min(count, budget)
+            if self._whole_inputs and count > 0:
+                count = request.whole_inputs(sequence, count, room)
             if count > 0:
                 wanted.append((sequence, count))
-                budget -= count
+                budget, room = budget - count, room - count
         return wanted
 
     def _begin_sibling(self, request: Request, sequence: Sequence) -> None:

@@ -313,6 +313,21 @@ class Request:
             return 0
         return self.num_computable_tokens(sequence) - sequence.num_computed_tokens
 
+    def whole_inputs(self, sequence: Sequence, count: int, room: int) -> int:
+        """Return how many of the next `count` tokens end within no input, `room` tokens at most.
+
+        A chunk ends before an input, or, begun at one, behind it; 0 where there is no room for the rest of it.
+        """
+        begin = sequence.num_computed_tokens
+        end = begin + count
+        for item in self.inputs:
+            if item.start is not None and item.end is not None and item.start < end < item.end:
+                if item.start > begin:
+                    return item.start - begin
+                rest = min(item.end - begin, self.num_remaining(sequence))
+                return rest if rest <= room else 0
+        return count
+
     @property
     def is_prefilling(self) -> bool:
         """Whether a running request has more than the next token of a sequence to compute now."""

@@ -22,7 +22,8 @@ class DecoderSpec:
     both kinds use the first of `num_caches` tensors. `encoder_width` is the row width of encoder outputs.
     Of the `num_embeddings` token ids allowed in a prompt, the first `vocab_size` can be generated. `biased`
     names the kinds of attention with a bias or mask. `windows` lists the distinct windows of self-attention; None means
-    all keys.
+    all keys. `whole_input_tokens`: the tokens of an input, so many at most, see each other in both directions and are
+    computed in one step; 0 for a causal decoder.
     """
 
     num_layers: int
@@ -38,6 +39,7 @@ class DecoderSpec:
     extra_embeddings: int = 0
     biased: tuple[Table, ...] = ()
     windows: tuple[int | None, ...] = (None,)
+    whole_input_tokens: int = 0
 
     @property
     def has_cross_attention(self) -> bool:

@@ -14,7 +14,8 @@ from common.model_info import TEXT_DEFAULTS, load_model_info, text_defaults
 @pytest.mark.parametrize("kind", TEXT_DEFAULTS)
 def test_defaults_are_those_of_transformers(kind: str) -> None:
     theirs = AutoConfig.for_model(kind).to_dict()
-    theirs["rope_theta"] = theirs["rope_parameters"]["rope_theta"]
+    rope = theirs["rope_parameters"]
+    theirs["rope_theta"] = rope.get("full_attention", rope)["rope_theta"]
     ours = TEXT_DEFAULTS[kind]
     assert {key: theirs[key] for key in ours} == ours
 

@@ -14,7 +14,7 @@ from common.model_info import BUNDLED
 from tests import tiny_models
 from tests.equality.cases import CasesOf, FolderOf, ReferenceOf, make_cases
 from tests.equality.references import Reference
-from tests.tiny import encdec, llava, mllama, qwen, text
+from tests.tiny import encdec, gemma3, llava, mllama, qwen, text
 from tests.weights.fixtures import smollm2, whisper_tiny_en
 
 __all__ = ["smollm2", "whisper_tiny_en"]
@@ -24,6 +24,8 @@ MAKERS = {
     "qwen2": tiny_models.make_qwen2,
     "qwen3": text.make_qwen3,
     "mistral": text.make_mistral,
+    "gemma3_text": gemma3.make_gemma3_text,
+    "gemma3": gemma3.make_gemma3,
     "qwen2_5_vl": tiny_models.make_qwen2_5_vl,
     "qwen2_vl": qwen.make_qwen2_vl,
     "qwen3_vl": qwen.make_qwen3_vl,

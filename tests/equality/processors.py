@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from transformers import Idefics3Processor, LlavaProcessor, PreTrainedTokenizerFast
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.mllama.processing_mllama import (
     convert_sparse_cross_attention_mask_to_dense,
@@ -25,6 +26,7 @@ FAMILIES = ("llava", "idefics3", "mllama")
 # From their modules, as AutoImageProcessor is: transformers 5.17 offers none of the three by name where torchvision,
 # which they do not use, is missing.
 _BY_TYPE: Final[dict[str, type[Any]]] = {
+    "Gemma3ImageProcessor": Gemma3ImageProcessorPil,
     "Idefics3ImageProcessor": Idefics3ImageProcessorPil,
     "SmolVLMImageProcessor": SmolVLMImageProcessorPil,
 }

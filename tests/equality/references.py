@@ -29,6 +29,8 @@ _LOADERS = {
     "qwen2": AutoModelForCausalLM,
     "qwen3": AutoModelForCausalLM,
     "mistral": AutoModelForCausalLM,
+    "gemma3_text": AutoModelForCausalLM,
+    "gemma3": AutoModelForImageTextToText,
     "qwen2_5_vl": AutoModelForImageTextToText,
     "qwen2_vl": AutoModelForImageTextToText,
     "qwen3_vl": AutoModelForImageTextToText,
@@ -89,6 +91,10 @@ class Reference:
         if self._processor is None:
             self._processor = processors.image_processor(self.info.folder)
         pixels = self._processor(images=list(images), return_tensors="pt")
+        if self.info.family.name == "gemma3":
+            input_ids = self._repeat(prompt, [self.info.config["mm_tokens_per_image"]] * len(images))
+            is_image = input_ids.eq(self.info.placeholder_token_id or 0).long()
+            return {"pixel_values": pixels["pixel_values"], "input_ids": input_ids, "token_type_ids": is_image}
         merged = self._processor.merge_size**2
         input_ids = self._repeat(prompt, (pixels["image_grid_thw"].prod(-1) // merged).tolist())
         kinds = input_ids.eq(self.info.placeholder_token_id or 0).long()

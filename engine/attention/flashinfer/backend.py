@@ -100,13 +100,14 @@ class FlashInferBackend(AttentionBackend):
         for batch in plan:
             queries, attended = query[batch.start : batch.end], out[batch.start : batch.end]
             reason = unserved(heads, query.dtype, has_ranges=batch.num_keys is None)
-            reason = reason or (None if mask is None else self._no_masks)
+            is_masked = mask is not None or batch.looks_ahead
+            reason = reason or (self._no_masks if is_masked else None)
             if reason is None:
                 try:
-                    shown = batch if mask is None else batch.masked(mask, window if batch.metadata.causal else None)
+                    shown = batch.masked(mask, window if batch.metadata.causal else None) if is_masked else batch
                     self._run_batch(queries, cache, shown, attended, scale, window)
                 except Exception as error:  # the kernel that packs masks is tried here, not at start
-                    if mask is None:
+                    if not is_masked:
                         raise
                     reason = self._no_masks = kernels_missing(error)
             if reason is not None:

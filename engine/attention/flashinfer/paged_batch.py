@@ -94,10 +94,10 @@ class PagedBatch:
         self.phase: Phase = phase
         self.start, self.end = start, start + metadata.query_start_loc[-1]
         self.metadata = metadata
-        self.num_keys = common_keys(metadata)
+        self.num_keys = np.asarray(metadata.seq_lens, np.int64) if metadata.causal else common_keys(metadata)
         self._block_size, self._device = block_size, device
         self._other_plan: Any = None
-        self._masked: dict[tuple[AttentionMask, int | None], PagedBatch] = {}
+        self._masked: dict[tuple[AttentionMask | None, int | None], PagedBatch] = {}
 
     def is_same(self, start: int, metadata: AttentionMetadata) -> bool:
         """Return whether the given metadata describe this batch, for cross-attention."""
@@ -109,8 +109,13 @@ class PagedBatch:
             self._other_plan = backend.plan(self.metadata, self._block_size, dtype)
         return self._other_plan
 
-    def masked(self, mask: AttentionMask, window: int | None) -> PagedBatch:
-        """Return the batch under a mask, which in causal attention holds the triangle and a window, too."""
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether some tokens of self-attention see later ones: only a mask says so."""
+        return self.phase == "prefill" and self.metadata.causal and self.metadata.key_ranges is not None
+
+    def masked(self, mask: AttentionMask | None, window: int | None) -> PagedBatch:
+        """Return the batch under a mask, which in self-attention holds the visible ranges and a window, too."""
         known = self._masked.get((mask, window))
         if known is None:
             rows = [self._seen(mask, index, window) for index in range(self.metadata.num_requests)]
@@ -118,15 +123,19 @@ class PagedBatch:
             known.mask, known._masked = torch.cat(rows), {}
         return known
 
-    def _seen(self, mask: AttentionMask, index: int, window: int | None) -> torch.Tensor:
+    def _seen(self, mask: AttentionMask | None, index: int, window: int | None) -> torch.Tensor:
         """Return the mask of a request, flat."""
         metadata = self.metadata
         tokens = slice(metadata.query_start_loc[index], metadata.query_start_loc[index + 1])
-        [queries] = send(self._device, metadata.positions[tokens])
+        positions = metadata.positions[tokens]
+        ends = positions + 1 if metadata.key_ranges is None else metadata.key_ranges[tokens, 1]
+        queries, ends_there = send(self._device, positions, ends)
         keys = torch.arange(int(self._table.num_keys[index]), device=self._device)
-        seen = mask.seen(queries, keys, metadata.requests[index] if mask.by_request else None)
+        seen = torch.ones(len(queries), len(keys), dtype=torch.bool, device=self._device)
+        if mask is not None:
+            seen = seen & mask.seen(queries, keys, metadata.requests[index] if mask.by_request else None)
         if metadata.causal:
-            seen = seen & (keys <= queries[:, None])
+            seen &= keys < ends_there[:, None]
             if window is not None:
                 seen &= keys > queries[:, None] - window
         return seen.reshape(-1)

@@ -135,7 +135,7 @@ class Paged:
         for index, (queries, keys) in enumerate(self.shape.lens):
             query, key = torch.arange(keys - queries, keys)[:, None], torch.arange(keys)[None]
             block = torch.ones(queries, keys, dtype=torch.bool)
-            if self.shape.causal:
+            if self.shape.causal and key_ranges is None:
                 block &= key <= query
             if window is not None:
                 block &= key > query - window
@@ -145,6 +145,13 @@ class Paged:
                 block &= (key >= ranges[:, :1]) & (key < ranges[:, 1:])
             blocks.append(block)
         return torch.block_diag(*blocks).bool()
+
+    def ranges_ahead(self, seed: int) -> np.ndarray:
+        """[num_tokens, 2]: from the first key to one behind the token, as tokens of whole inputs see keys."""
+        random = np.random.default_rng(seed)
+        firsts = [np.arange(keys - queries, keys) + 1 for queries, keys in self.shape.lens]
+        ends = [random.integers(first, keys + 1) for first, (_, keys) in zip(firsts, self.shape.lens, strict=True)]
+        return np.stack((np.zeros(self.shape.query_starts[-1], np.int64), np.concatenate(ends)), axis=1)
 
     def mask(self, allowed: Tensor, bias: AttentionBias | None = None) -> Tensor:
         mask = torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~allowed, float("-inf"))[None]

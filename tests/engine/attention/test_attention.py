@@ -73,6 +73,18 @@ def test_each_token_sees_its_own_range_of_keys(
     assert not got[torch.from_numpy(key_ranges[:, 0] == key_ranges[:, 1])].any()
 
 
+@pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
+@settings(deadline=None, max_examples=60)
+@given(shapes(causal=True), DTYPES, SEEDS, WINDOWS)
+def test_tokens_of_whole_inputs_see_keys_behind_themselves(
+    backend: AttentionBackend, shape: Shape, dtype: torch.dtype, seed: int, window: int | None
+) -> None:
+    paged = Paged(shape, dtype, seed)
+    ahead = paged.ranges_ahead(seed)
+    expected = dense(paged.query, paged.key, paged.value, paged.mask(paged.allowed(window, ahead)))
+    assert_equal(paged.attend(backend, window=window, key_ranges=ahead), expected, dtype)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [None, 0.1])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

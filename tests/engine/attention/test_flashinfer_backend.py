@@ -78,6 +78,16 @@ def test_ranges_of_keys_equal_dense_whoever_computes_them(shape: Shape, seed: in
         assert Wrapper.num_plans > plans
 
 
+@settings(deadline=None, max_examples=25)
+@given(CAUSAL, SEEDS, WINDOWS)
+def test_keys_behind_tokens_of_whole_inputs_are_seen_by_a_mask(shape: Shape, seed: int, window: int | None) -> None:
+    paged = Paged(shape, torch.bfloat16, seed)
+    ahead, plans = paged.ranges_ahead(seed), Wrapper.num_plans
+    expected = dense(paged.query, paged.key, paged.value, paged.mask(paged.allowed(window, ahead)))
+    assert_equal(paged.attend(BACKEND, window=window, key_ranges=ahead), expected, torch.bfloat16)
+    assert Wrapper.num_plans > plans, "none of it is PyTorch's"
+
+
 @settings(deadline=None, max_examples=12)
 @given(shapes(head_dims=(8, 72), max_queries=9), SEEDS, st.sampled_from(sorted(BIASES)))
 def test_what_is_not_served_is_computed_by_pytorch(shape: Shape, seed: int, kind: str) -> None:

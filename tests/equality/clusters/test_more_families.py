@@ -14,8 +14,9 @@ from tests.equality.runs import expected_of, prompt_of
 from tests.equality.served import Served, serve
 
 pytestmark = pytest.mark.cluster
-TEXT = ("qwen2", "qwen3", "mistral")
-WITH_ENCODER = ("llava", "idefics3", "mllama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_audio", "mbart", "t5")
+TEXT = ("qwen2", "qwen3", "mistral", "gemma3_text")
+QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_audio")
+WITH_ENCODER = ("gemma3", "llava", "idefics3", "mllama", *QWENS, "mbart", "t5")
 NUM_CASES = 4
 SEARCHES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"temperature": 1.0, "seed": 5}, {"temperature": 1.0, "seed": 5}),
@@ -29,7 +30,8 @@ async def test_answers_equal_transformers(name: str, folder_of: FolderOf, cases_
     """At once and one by one, each kind of request among them: with no, one, two and three inputs."""
     cases, max_tokens = cases_of(name)[:NUM_CASES], MAX_TOKENS[name]
     apart = {"topology": "1p1d" if name in TEXT else "1e1p1d"}
-    with serve(folder_of(name), broker_url, name, max_num_batched_tokens=32, block_size=8, **apart) as served:  # type: ignore[arg-type]
+    limits = {"max_num_batched_tokens": 32, "block_size": 8, "max_num_seqs": 12}
+    with serve(folder_of(name), broker_url, name, **limits, **apart) as served:  # type: ignore[arg-type]
         for one_by_one in (False, True):
             answers = await served.answer_all(cases, max_tokens, one_by_one=one_by_one)
             assert [answer.token_ids for answer in answers] == expected_of(cases)

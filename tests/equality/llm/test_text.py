@@ -24,7 +24,7 @@ OPTIONS: list[Any] = [
 Setup = tuple[Path, list[Case]]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "mistral"])
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "mistral", "gemma3_text"])
 def text_cases(request: pytest.FixtureRequest, folder_of: FolderOf, cases_of: CasesOf) -> Setup:
     return folder_of(request.param), cases_of(request.param)
 
