@@ -119,6 +119,14 @@ FAMILIES: Final[tuple[Family, ...]] = (
         placeholder="audio_token_index",
     ),
     Family(
+        "qwen3_asr",
+        ("Qwen3ASRForConditionalGeneration",),
+        encoder="engine.encoders.qwen3_asr:Qwen3ASREncoder",
+        processor="engine.processors.qwen3_asr:Qwen3ASRProcessor",
+        media_kind="audio",
+        placeholder="audio_token_id",
+    ),
+    Family(
         "mllama",
         ("MllamaForConditionalGeneration",),
         decoder="engine.models.mllama:build",

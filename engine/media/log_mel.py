@@ -47,7 +47,7 @@ class LogMelSettings:
 
 
 class LogMel:
-    """Mono samples of at most a chunk to [feature_size, num_frames], padded with silence."""
+    """Mono samples to [feature_size, num_frames], padded with silence to a chunk or to a given number of samples."""
 
     def __init__(self, settings: LogMelSettings) -> None:
         import torch
@@ -57,10 +57,10 @@ class LogMel:
         self._window = torch.hann_window(settings.n_fft)
         self._filters = torch.from_numpy(mel_filters(settings)).to(torch.float32)
 
-    def __call__(self, samples: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    def __call__(self, samples: npt.NDArray[np.float32], num_samples: int | None = None) -> npt.NDArray[np.float32]:
         torch, settings = self._torch, self.settings
-        waveform = torch.zeros(1, settings.num_samples)
-        waveform[0, : len(samples)] = torch.from_numpy(samples[: settings.num_samples])
+        waveform = torch.zeros(1, num_samples or settings.num_samples)
+        waveform[0, : len(samples)] = torch.from_numpy(samples[: waveform.shape[1]])
         spectrum = torch.stft(waveform, settings.n_fft, settings.hop_length, window=self._window, return_complex=True)
         power = (spectrum[..., :-1].abs() ** 2).contiguous()
         log_mel = torch.clamp(self._filters.T @ power, min=1e-10).log10()[0]

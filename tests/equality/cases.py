@@ -24,7 +24,7 @@ from tools.numerals.data import KINDS, draw
 from tools.signpost.model import PLACED_QUESTIONS
 
 MAX_TOKENS = {"llama": 24, "qwen2": 24, "qwen3": 24, "mistral": 24, "qwen2_5_vl": 16, "signpost": 16, "whisper": 20}
-MAX_TOKENS |= {"gemma3_text": 24, "gemma3": 16, "qwen2_vl": 16, "qwen3_vl": 16, "qwen2_audio": 16}
+MAX_TOKENS |= {"gemma3_text": 24, "gemma3": 16, "qwen2_vl": 16, "qwen3_vl": 16, "qwen2_audio": 16, "qwen3_asr": 16}
 MAX_TOKENS |= {"bart": 24, "mbart": 24, "t5": 24, "flan_t5": 24, "numerals": 48}
 MAX_TOKENS |= {"llava": 16, "llava_siglip": 16, "idefics3": 16, "smolvlm": 16, "mllama": 16}
 _LLAVAS = ("llava", "llava_siglip", "idefics3", "smolvlm")
@@ -65,7 +65,7 @@ def make_cases(name: str, reference: Reference) -> list[Case]:
         return _numeral_cases(reference, MAX_TOKENS[name])
     if name in PICTURE_FAMILIES:
         return _media_cases(reference, picture, MAX_TOKENS[name])
-    if name == "qwen2_audio":
+    if name in ("qwen2_audio", "qwen3_asr"):
         return _media_cases(reference, sound, MAX_TOKENS[name])
     if name in ENCODER_DECODER_FAMILIES:
         return _encoder_decoder_cases(reference, MAX_TOKENS[name])

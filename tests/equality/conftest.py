@@ -30,6 +30,7 @@ MAKERS = {
     "qwen2_vl": qwen.make_qwen2_vl,
     "qwen3_vl": qwen.make_qwen3_vl,
     "qwen2_audio": qwen.make_qwen2_audio,
+    "qwen3_asr": qwen.make_qwen3_asr,
     "mllama": mllama.make_mllama,
     "llava": llava.make_llava,
     "llava_siglip": partial(llava.make_llava, siglip=True),

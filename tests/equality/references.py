@@ -17,10 +17,12 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     Qwen2AudioForConditionalGeneration,
+    Qwen3ASRForConditionalGeneration,
 )
 from transformers.utils import logging
 
 from common.model_info import load_model_info
+from engine.processors.qwen3_asr import num_output_tokens
 from tests.equality import processors
 
 SAMPLE_RATE = 16_000
@@ -35,6 +37,7 @@ _LOADERS = {
     "qwen2_vl": AutoModelForImageTextToText,
     "qwen3_vl": AutoModelForImageTextToText,
     "qwen2_audio": Qwen2AudioForConditionalGeneration,
+    "qwen3_asr": Qwen3ASRForConditionalGeneration,
     "llava": AutoModelForImageTextToText,
     "mllama": AutoModelForImageTextToText,
     "idefics3": AutoModelForImageTextToText,
@@ -104,6 +107,8 @@ class Reference:
         """The same for Qwen2-Audio; its tower tells how many rows it makes of a clip."""
         if self._processor is None:
             self._processor = AutoFeatureExtractor.from_pretrained(self.info.folder)
+        if self.info.family.name == "qwen3_asr":
+            return self._expand_long_clips(prompt, clips)
         features = self._processor(
             list(clips), sampling_rate=SAMPLE_RATE, return_attention_mask=True, return_tensors="pt"
         )
@@ -114,6 +119,19 @@ class Reference:
             "feature_attention_mask": mask,
             "input_ids": self._repeat(prompt, counts.tolist()),
         }
+
+    def _expand_long_clips(self, prompt: list[int], clips: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """The same for Qwen3-ASR: spectrograms of each clip alone, then padded to the longest."""
+        options = {"padding": "longest", "return_attention_mask": True, "return_tensors": "np"}
+        each = [self._processor(clip, sampling_rate=SAMPLE_RATE, **options) for clip in clips]
+        size = max(one["attention_mask"].shape[1] for one in each)
+        features, mask = (
+            np.concatenate([np.pad(one[name], (*pads, (0, size - one[name].shape[-1]))) for one in each])
+            for name, pads in (("input_features", ((0, 0), (0, 0))), ("attention_mask", ((0, 0),)))
+        )
+        counts = [num_output_tokens(int(count)) for count in mask.sum(-1)]
+        inputs = {"input_features": torch.from_numpy(features), "input_features_mask": torch.from_numpy(mask)}
+        return {**inputs, "input_ids": self._repeat(prompt, counts)}
 
     def _repeat(self, prompt: list[int], counts: Sequence[int]) -> torch.Tensor:
         """[1, num_tokens]: each placeholder as often as its item has rows."""

@@ -1,4 +1,4 @@
-"""The further Qwen models that see or hear: Qwen2-VL, Qwen3-VL and Qwen2-Audio."""
+"""The further Qwen models that see or hear: Qwen2-VL, Qwen3-VL, Qwen2-Audio and Qwen3-ASR."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from transformers import (
     Qwen2AudioForConditionalGeneration,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    Qwen3ASRConfig,
+    Qwen3ASRForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
@@ -133,6 +135,35 @@ def make_qwen2_audio(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
             "return_attention_mask": True,
         },
     )
+    save_chat_tokenizer(folder, AUDIO_SPECIALS)
+    (folder / "chat_template.jinja").write_text(_AUDIO_TEMPLATE)
+    return folder
+
+
+def make_qwen3_asr(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
+    """Qwen3-ASR: 13 tokens per second of a clip, and windows of 2 s. `overrides` go to the text config."""
+    audio = {
+        "num_mel_bins": 40,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 64,
+        "d_model": 32,
+        "output_dim": text_config()["hidden_size"],
+        "downsample_hidden_size": 8,
+        "n_window_infer": 200,
+    }
+    text = text_config(model_type="qwen3", tie_word_embeddings=True, head_dim=24)
+    ids = {"eos_token_id": _AUDIO_IDS["<|im_end|>"], "pad_token_id": _AUDIO_IDS["<|endoftext|>"]}
+    config = Qwen3ASRConfig(
+        audio_config={"model_type": "qwen3_asr_encoder", **audio},
+        text_config={**text, **overrides},
+        audio_token_id=_AUDIO_IDS["<|AUDIO|>"],
+        **ids,
+    )
+    save_random(Qwen3ASRForConditionalGeneration(config), folder, seed)
+    save_generation(folder, **ids)
+    settings = {"feature_extractor_type": "Qwen3ASRFeatureExtractor", "feature_size": 40}
+    write_json(folder / "preprocessor_config.json", settings)
     save_chat_tokenizer(folder, AUDIO_SPECIALS)
     (folder / "chat_template.jinja").write_text(_AUDIO_TEMPLATE)
     return folder

@@ -26,7 +26,7 @@ from tests.engine.attention.paged import assert_equal, dense
 from tests.fake_flashinfer.dense import Wrapper
 from tests.fake_flashinfer.installed import flashinfer_on_cpu, no_compiler
 from tests.media_files import encoded, noise, sound_file, tone
-from tests.tiny import encdec, llava, qwen
+from tests.tiny import encdec, gemma3, llava, qwen
 
 CPU = torch.device("cpu")
 
@@ -66,6 +66,8 @@ MAKERS = [
     (qwen.make_qwen3_vl, "image", pictures, 1),
     (llava.make_llava, "image", pictures, 1),
     (llava.make_idefics3, "image", pictures, 1),
+    (gemma3.make_gemma3, "image", pictures, 1),
+    (qwen.make_qwen3_asr, "audio", sounds, 1),
     (make_smolvlm, "image", pictures, 1),
     (qwen.make_qwen2_audio, "audio", sounds, 1),
     (encdec.make_bart, "text", texts, 1),

@@ -15,7 +15,7 @@ from tests.equality.served import Served, serve
 
 pytestmark = pytest.mark.cluster
 TEXT = ("qwen2", "qwen3", "mistral", "gemma3_text")
-QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_audio")
+QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_audio", "qwen3_asr")
 WITH_ENCODER = ("gemma3", "llava", "idefics3", "mllama", *QWENS, "mbart", "t5")
 NUM_CASES = 4
 SEARCHES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (

@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen3-VL and Qwen2-Audio: `LLM` answers what transformers answers, however requests are batched."""
+"""Qwen models that see or hear: `LLM` answers what transformers answers, however requests are batched."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPTIONS: list[dict[str, Any]] = [
 Setup = tuple[Path, list[Case], int]
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl", "qwen3_vl", "qwen2_audio"])
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen3_vl", "qwen2_audio", "qwen3_asr"])
 def setup(request: pytest.FixtureRequest, folder_of: FolderOf, cases_of: CasesOf) -> Setup:
     return folder_of(request.param), cases_of(request.param), MAX_TOKENS[request.param]
 
