@@ -86,6 +86,14 @@ FAMILIES: Final[tuple[Family, ...]] = (
         placeholder="image_token_index",
     ),
     Family(
+        "llava_next",
+        ("LlavaNextForConditionalGeneration",),
+        encoder="engine.encoders.llava_next:LlavaNextEncoder",
+        processor="engine.processors.llava_next:LlavaNextProcessor",
+        media_kind="image",
+        placeholder="image_token_index",
+    ),
+    Family(
         "idefics3",
         ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
         encoder="engine.encoders.idefics3:Idefics3Encoder",

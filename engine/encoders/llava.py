@@ -20,14 +20,18 @@ class LlavaEncoder(EncoderModel):
     """Images of equal size, stacked: CLIP or SigLIP, then the projection of selected hidden states."""
 
     def __init__(self, config: Any) -> None:
-        layers = config.vision_feature_layer
-        self._layers: list[int] = [layers] if isinstance(layers, int) else list(layers)
-        self._first_row = 1 if config.vision_feature_select_strategy == "default" else 0
+        self._read(config)
         self._tower: Any = AutoModel.from_config(config.vision_config)
         self.unmasked = self._tower
         self._projector = LlavaMultiModalProjector(config)
         self.module: nn.Module = nn.ModuleDict({"tower": self._tower, "projector": self._projector})
         self.layout = tower_layout(self._tower)
+
+    def _read(self, config: Any) -> None:
+        """Read which hidden states count, and whether the row of the class does."""
+        layers = config.vision_feature_layer
+        self._layers: list[int] = [layers] if isinstance(layers, int) else list(layers)
+        self._first_row = 1 if config.vision_feature_select_strategy == "default" else 0
 
     def finish_loading(self, device: torch.device) -> None:
         # Row numbers 0, 1, ... of its position embedding are in no checkpoint.

@@ -26,8 +26,8 @@ from tools.signpost.model import PLACED_QUESTIONS
 MAX_TOKENS = {"llama": 24, "qwen2": 24, "qwen3": 24, "mistral": 24, "qwen2_5_vl": 16, "signpost": 16, "whisper": 20}
 MAX_TOKENS |= {"gemma3_text": 24, "gemma3": 16, "qwen2_vl": 16, "qwen3_vl": 16, "qwen2_audio": 16, "qwen3_asr": 16}
 MAX_TOKENS |= {"bart": 24, "mbart": 24, "t5": 24, "flan_t5": 24, "numerals": 48}
-MAX_TOKENS |= {"llava": 16, "llava_siglip": 16, "idefics3": 16, "smolvlm": 16, "mllama": 16}
-_LLAVAS = ("llava", "llava_siglip", "idefics3", "smolvlm")
+MAX_TOKENS |= {"llava": 16, "llava_siglip": 16, "llava_next": 16, "idefics3": 16, "smolvlm": 16, "mllama": 16}
+_LLAVAS = ("llava", "llava_siglip", "llava_next", "idefics3", "smolvlm")
 PICTURE_FAMILIES = ("gemma3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", *_LLAVAS, "mllama")
 ENCODER_DECODER_FAMILIES = ("bart", "mbart", "t5", "flan_t5")
 LANGUAGES = ("en", "de", "fr", None)

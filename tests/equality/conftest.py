@@ -34,6 +34,7 @@ MAKERS = {
     "mllama": mllama.make_mllama,
     "llava": llava.make_llava,
     "llava_siglip": partial(llava.make_llava, siglip=True),
+    "llava_next": llava.make_llava_next,
     "idefics3": llava.make_idefics3,
     "smolvlm": partial(llava.make_idefics3, smolvlm=True),
     "whisper": tiny_models.make_whisper,

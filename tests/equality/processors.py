@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 from PIL import Image
-from transformers import Idefics3Processor, LlavaProcessor, PreTrainedTokenizerFast
+from transformers import Idefics3Processor, LlavaNextProcessor, LlavaProcessor, PreTrainedTokenizerFast
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -22,7 +22,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 from common.model_info import ModelInfo
 from common.text.processor import TextProcessor
 
-FAMILIES = ("llava", "idefics3", "mllama")
+FAMILIES = ("llava", "llava_next", "idefics3", "mllama")
 # From their modules, as AutoImageProcessor is: transformers 5.17 offers none of the three by name where torchvision,
 # which they do not use, is missing.
 _BY_TYPE: Final[dict[str, type[Any]]] = {
@@ -51,7 +51,8 @@ def make_processor(info: ModelInfo) -> Any:
         return Idefics3Processor(images, tokenizer, settings["image_seq_len"])
     vision, strategy = info.config["vision_config"], info.config["vision_feature_select_strategy"]
     with_class = int(vision["model_type"] == "clip_vision_model")
-    return LlavaProcessor(images, tokenizer, vision["patch_size"], strategy, num_additional_image_tokens=with_class)
+    make = LlavaNextProcessor if info.family.name == "llava_next" else LlavaProcessor
+    return make(images, tokenizer, vision["patch_size"], strategy, num_additional_image_tokens=with_class)
 
 
 def expand(processor: Any, info: ModelInfo, prompt: Sequence[int], images: Sequence[Image.Image]) -> dict[str, Any]:

@@ -39,6 +39,7 @@ _LOADERS = {
     "qwen2_audio": Qwen2AudioForConditionalGeneration,
     "qwen3_asr": Qwen3ASRForConditionalGeneration,
     "llava": AutoModelForImageTextToText,
+    "llava_next": AutoModelForImageTextToText,
     "mllama": AutoModelForImageTextToText,
     "idefics3": AutoModelForImageTextToText,
     "whisper": AutoModelForSpeechSeq2Seq,

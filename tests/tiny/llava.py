@@ -14,6 +14,9 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
+    MistralConfig,
     SiglipVisionConfig,
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
@@ -90,6 +93,25 @@ def make_llava(folder: Path, *, seed: int = 0, siglip: bool = False, **overrides
             "size": {"shortest_edge": LLAVA_SIDE},
             "crop_size": size,
         }
+    write_json(folder / "preprocessor_config.json", preprocessor)
+    return _save_rest(folder, byte_tokenizer(LLAVA_SPECIALS).to_str(), _LLAVA_TEMPLATE)
+
+
+def make_llava_next(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
+    """LLaVA-NeXT over Mistral: up to four tiles of 28 pixels, 16 tokens each. `overrides` go to the config."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    vision = CLIPVisionConfig(**sizes, image_size=PIECE_SIDE, patch_size=PIECE_PATCH)
+    grid = [[28, 56], [56, 28], [56, 56], [84, 28]]
+    text = MistralConfig(**text_config(tie_word_embeddings=False, sliding_window=None))
+    settings = {"image_token_index": IMAGE_TOKEN_ID, "image_grid_pinpoints": grid, "tie_word_embeddings": False}
+    config = LlavaNextConfig(vision_config=vision, text_config=text, **{**settings, **overrides})
+    save_random(LlavaNextForConditionalGeneration(config), folder, seed)
+    preprocessor = {
+        "image_processor_type": "LlavaNextImageProcessor",
+        "size": {"shortest_edge": PIECE_SIDE},
+        "crop_size": {"height": PIECE_SIDE, "width": PIECE_SIDE},
+        "image_grid_pinpoints": grid,
+    }
     write_json(folder / "preprocessor_config.json", preprocessor)
     return _save_rest(folder, byte_tokenizer(LLAVA_SPECIALS).to_str(), _LLAVA_TEMPLATE)
 

@@ -24,8 +24,8 @@ PRONOUN: Final = re.compile(
 )
 RELATIVE: Final = re.compile("what|who|whoever|whatever|whichever|where|that")
 LIMITS: Final[Mapping[str, float]] = {
-    "product lines": 39_300,
-    "tools lines": 6_470,
+    "product lines": 45_300,
+    "tools lines": 7_400,
     "modules in a folder": 16,
     "class names used twice": 0,
     "pronouns, % of docstring words": 4.0,

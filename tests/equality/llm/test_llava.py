@@ -36,7 +36,7 @@ def test_tokens_equal_transformers(setup: Setup, options: dict[str, Any], steps_
     assert answer_all(llm, cases, MAX_TOKENS, steps_between=steps_between) == expected_of(cases)
 
 
-@pytest.mark.parametrize("name", ["llava_siglip", "smolvlm"])
+@pytest.mark.parametrize("name", ["llava_siglip", "llava_next", "smolvlm"])
 def test_tokens_of_their_relatives_equal_transformers(name: str, folder_of: FolderOf, cases_of: CasesOf) -> None:
     cases = cases_of(name)
     assert answer_all(LLM(folder_of(name)), cases, MAX_TOKENS, steps_between=1) == expected_of(cases)

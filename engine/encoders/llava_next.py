@@ -1,0 +1,47 @@
+"""LLaVA-NeXT's vision tower and projector: transformers' own modules, fed with the tiles of many images at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel
+from transformers.models.llava_next.modeling_llava_next import LlavaNextModel, LlavaNextMultiModalProjector
+
+from engine.device.h2d import send_tensor
+from engine.encoders.llava import LlavaEncoder, tower_layout
+from engine.models.base import CheckpointLayout
+from engine.processors import ProcessedInput
+
+
+class LlavaNextEncoder(LlavaEncoder):
+    """All tiles of a batch through the tower, then those of each image as lines, which a learned row ends."""
+
+    def __init__(self, config: Any) -> None:
+        self._read(config)
+        self._config = config
+        self._tower: Any = AutoModel.from_config(config.vision_config)
+        self.unmasked = self._tower
+        self._projector = LlavaNextMultiModalProjector(config)
+        self.module: nn.Module = nn.ModuleDict({"tower": self._tower, "projector": self._projector})
+        self.module.register_parameter("image_newline", nn.Parameter(torch.empty(config.text_config.hidden_size)))
+        newline = {"image_newline": "image_newline", "model.image_newline": "image_newline"}
+        tower = tower_layout(self._tower)
+        self.layout = CheckpointLayout({**tower.prefixes, **newline}, ignored=tower.ignored)
+
+    @torch.inference_mode()
+    def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
+        newline: Any = self.module.image_newline  # the parameter as loaded
+        tiles = [item.arrays["pixel_values"] for item in items]
+        pixels = send_tensor(torch.from_numpy(np.concatenate(tiles)), newline.device, newline.dtype)
+        rows = self._projector(self._features(pixels)).split([len(one) for one in tiles])
+        sizes = [item.arrays["image_sizes"] for item in items]
+        strategy = self._config.vision_feature_select_strategy
+        packed, _ = LlavaNextModel.pack_image_features(
+            SimpleNamespace(config=self._config), rows, sizes, strategy, image_newline=newline
+        )
+        return list(packed)
