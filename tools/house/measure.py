@@ -24,8 +24,8 @@ PRONOUN: Final = re.compile(
 )
 RELATIVE: Final = re.compile("what|who|whoever|whatever|whichever|where|that")
 LIMITS: Final[Mapping[str, float]] = {
-    "product lines": 45_300,
-    "tools lines": 7_400,
+    "product lines": 47_300,
+    "tools lines": 8_000,
     "modules in a folder": 16,
     "class names used twice": 0,
     "pronouns, % of docstring words": 4.0,
