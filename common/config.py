@@ -167,8 +167,8 @@ class Settings(BaseSettings):
     )
     broker: str | None = _setting(
         None,
-        "URL of the broker, redis://host:6379 or rediss://. A URL with a password is a secret: give it by environment "
-        "or file.",
+        "URL of the broker: redis://host:6379, rediss:// or redis+sentinel://host:26379,host:26379/NAME. A URL with "
+        "a password is a secret: give it by environment or file.",
         "Serving",
         shown="`serve` starts its own broker",
         repr=False,

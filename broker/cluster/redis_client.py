@@ -2,6 +2,10 @@
 
 The URL has all options: redis://user:password@host:port/db, rediss:// for TLS, and behind a question mark redis-py's
 own, such as `ssl_ca_certs=/etc/triptych/ca.pem`. It may hold a password: messages show it by `without_secrets`.
+
+Sentinels name the server that leads: redis+sentinel://user:password@sentinel1:26379,sentinel2:26379/name/db, or
+rediss+sentinel:// with TLS to all. The user is the servers' own; `sentinel_username` and `sentinel_password` behind the
+question mark are the sentinels'. Each new connection asks the sentinels and makes sure that the server leads.
 """
 
 from __future__ import annotations
@@ -10,12 +14,14 @@ import asyncio
 import ssl
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
 
 from redis.asyncio import Redis
-from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.connection import AbstractConnection, parse_url
 from redis.asyncio.retry import Retry
-from redis.backoff import ExponentialWithJitterBackoff
-from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermissionError, RedisError
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
+from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
+from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermissionError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
@@ -25,6 +31,9 @@ SOCKET_TIMEOUT_S = 5.0
 """Longest wait for one reply; blocking reads must ask for less."""
 _CONNECT_S = 2.0
 _NEXT_ADDRESS_S = 0.25
+_SENTINEL_PORT = 26379
+_SENTINEL_S = 1.0
+"""Longest wait for one sentinel: the next is asked within the deadline of a connection."""
 MAX_CONNECTIONS = 2**31
 """No cap: tensors through the broker used up redis-py's 100, and heartbeats got none."""
 CONNECTION_ERRORS: tuple[type[RedisError], ...] = (RedisConnectionError, RedisTimeoutError, BusyLoadingError)
@@ -72,27 +81,37 @@ class _Connection(AbstractConnection):
                 await self.disconnect(nowait=True)  # nobody is going to read the reply
                 raise asyncio.CancelledError
 
+    async def read_response(self, *args: Any, **kwargs: Any) -> Any:
+        """Read a reply. A server that stops to lead ends blocking reads with UNBLOCKED: that is a lost connection."""
+        try:
+            return await super().read_response(*args, **kwargs)
+        except ResponseError as error:
+            if not str(error).startswith("UNBLOCKED"):
+                raise
+            await self.disconnect(nowait=True)
+            raise RedisConnectionError(f"the broker does not lead any more: {error}") from error
+
 
 def connect(url: str, *, retries: int = 5) -> Redis:
-    """A client of the broker at `url` (redis://, rediss:// or unix://). Connects at the first call, not here.
+    """A client of the broker at `url` (redis://, rediss://, unix:// or through sentinels). Connects at the first call.
 
     A TLS server must show a certificate for the host of the URL, by the system's authorities or `ssl_ca_certs`.
     A call that meets a lost connection is repeated `retries` times over about two seconds: every command must bear
     repetition. Raises TriptychError("invalid_request") where the URL is none.
     """
+    options: dict[str, Any] = {
+        "protocol": 2,
+        "socket_timeout": SOCKET_TIMEOUT_S,
+        "socket_connect_timeout": _CONNECT_S,
+        "max_connections": MAX_CONNECTIONS,
+        "health_check_interval": 15,
+        "retry": _PatientRetry(
+            ExponentialWithJitterBackoff(base=0.05, cap=0.8), retries, supported_errors=CONNECTION_ERRORS
+        ),
+        "retry_on_error": list(CONNECTION_ERRORS),
+    }
     try:
-        redis = Redis.from_url(
-            url,
-            protocol=2,
-            socket_timeout=SOCKET_TIMEOUT_S,
-            socket_connect_timeout=_CONNECT_S,
-            max_connections=MAX_CONNECTIONS,
-            health_check_interval=15,
-            retry=_PatientRetry(
-                ExponentialWithJitterBackoff(base=0.05, cap=0.8), retries, supported_errors=CONNECTION_ERRORS
-            ),
-            retry_on_error=list(CONNECTION_ERRORS),
-        )
+        redis = _leader(url, options) if _by_sentinels(url) else Redis.from_url(url, **options)
     except ValueError as error:
         raise TriptychError(
             "invalid_request", f"broker URL {without_secrets(url)!r}: {error}; try redis://host:6379", "broker"
@@ -100,6 +119,58 @@ def connect(url: str, *, retries: int = 5) -> Redis:
     pool, kind = redis.connection_pool, redis.connection_pool.connection_class
     pool.connection_class = type(f"_{kind.__name__}", (_Connection, kind), {})
     return redis
+
+
+def _by_sentinels(url: str) -> bool:
+    return url.startswith(("redis+sentinel://", "rediss+sentinel://"))
+
+
+def _leader(url: str, options: dict[str, Any]) -> Redis:
+    """A client of the server that the sentinels of `url` call the leader, asked anew for each connection.
+
+    Raises ValueError where the URL names no sentinel or no group of servers.
+    """
+    parts = urlsplit(url)
+    user, at, places = parts.netloc.rpartition("@")
+    name, _, database = parts.path.strip("/").partition("/")
+    if not places or not name:
+        raise ValueError("name sentinels and the servers' name: redis+sentinel://host:26379,host:26379/mymaster")
+    scheme = parts.scheme.removesuffix("+sentinel")
+    given = cast("dict[str, Any]", parse_url(f"{scheme}://{user}{at}leader/{database}?{parts.query}"))
+    ours = {key.removeprefix("sentinel_"): given.pop(key) for key in list(given) if key.startswith("sentinel_")}
+    tls = given.pop("connection_class", None) is not None
+    own = {key: value for key, value in given.items() if key.startswith("ssl_")}
+    hosts = [urlsplit(f"//{place}") for place in places.split(",")]
+    if not all(host.hostname for host in hosts):
+        raise ValueError(f"{places!r} names an empty host")
+    sentinels = cast(Any, Sentinel)(
+        [(host.hostname, host.port or _SENTINEL_PORT) for host in hosts],
+        sentinel_kwargs={
+            **own,
+            **ours,
+            "ssl": tls,
+            "protocol": 2,
+            "socket_timeout": _SENTINEL_S,
+            "socket_connect_timeout": _SENTINEL_S,
+            "retry": Retry(NoBackoff(), 0),  # the next sentinel is asked at once
+        },
+    )
+    given.pop("host")
+    kind = cast(Any, SentinelConnectionPool)
+    pool = kind(name, sentinels, ssl=tls, redis_connect_func=_greet_leader, **{**options, **given})
+    return Redis.from_pool(pool)
+
+
+async def _greet_leader(connection: AbstractConnection) -> None:
+    """Log in, and ask whether the server leads: a sentinel may not have heard yet that it stopped to.
+
+    Raises ConnectionError, repeated like a lost connection, where the server is a replica.
+    """
+    await connection.on_connect()
+    await connection.send_command("ROLE", check_health=False)
+    role = await connection.read_response()
+    if role[0] != b"master":
+        raise RedisConnectionError("the broker that the sentinels name does not lead")
 
 
 def without_secrets(url: str) -> str:
