@@ -23,7 +23,7 @@ from common.errors import ErrorInfo, invalid
 from common.families import MediaKind as MediaKind
 from common.sampling_params import SamplingParams
 
-PROTOCOL_VERSION: Final = 10
+PROTOCOL_VERSION: Final = 11
 MAX_CONTROL_BYTES: Final = 16 * 2**20
 """Cap of a message without media."""
 MAX_MEDIA_BYTES: Final = 64 * 2**20
@@ -47,7 +47,8 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 """A number or an index; sums and differences of two counts fit 64 bits."""
 Shape = Annotated[list[Count], msgspec.Meta(max_length=8)]
 Digest = Annotated[int, msgspec.Meta(ge=0)]
-Seconds = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+Seconds = Finite
 """A finite time: a timer set to infinity or NaN would upset all other timers."""
 
 
@@ -388,7 +389,8 @@ class InstanceRecord(msgspec.Struct, frozen=True):
     Instances work together only when `fingerprint` (configuration and weights), `dtype` and `protocol` are equal.
     `tensor_address` has an address per receiving transport, in a single string. A `draining` instance accepts nothing
     new and then ends, or comes back with `next_role`. `encodes`: the instance can encode inputs for its own requests.
-    `key_id` names the cluster key, empty for none.
+    `key_id` names the cluster key, empty for none. `figures` are some of a worker's metrics by name, as of its last
+    heartbeat: what the proxy shows of the cluster without asking the worker.
     """
 
     instance_id: Id
@@ -407,6 +409,7 @@ class InstanceRecord(msgspec.Struct, frozen=True):
     next_role: Role | None = None
     encodes: bool = False
     key_id: str = ""
+    figures: dict[str, Finite] = {}
 
 
 ToWorker: TypeAlias = Generate | Encode | StopSequence | Abort | Inquiry | Heartbeat

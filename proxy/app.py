@@ -91,7 +91,12 @@ def make_service(settings: Settings, info: ModelInfo, instance_id: str) -> Servi
         metrics=metrics,
         timelines=timelines,
         admission=AdmissionController(
-            settings.max_inflight, budget, settings.request_timeout_s, metrics, settings.served_model_name or info.name
+            settings.max_inflight,
+            budget,
+            settings.request_timeout_s,
+            metrics,
+            timelines,
+            settings.served_model_name or info.name,
         ),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Final
 
 from redis.exceptions import RedisError
@@ -25,12 +26,15 @@ log = get_logger()
 
 
 class Membership:
-    """Membership from `join` to `exit`. Reports the load of `proxies` and the state of `drain`."""
+    """Membership from `join` to `exit`. Reports the load of `proxies`, the state of `drain` and the `figures`."""
 
-    def __init__(self, registry: Registry, proxies: RequestOwners, drain: DrainState) -> None:
+    def __init__(
+        self, registry: Registry, proxies: RequestOwners, drain: DrainState, figures: Callable[[], dict[str, float]]
+    ) -> None:
         self._registry = registry
         self._proxies = proxies
         self._drain = drain
+        self._figures = figures
         self._joined = False
         self._joined_s = 0.0
         self._last_contact_s = float("-inf")
@@ -86,6 +90,7 @@ class Membership:
             outstanding_tokens=self._proxies.num_tokens,
             draining=draining,
             next_role=self._drain.next_role,
+            figures=self._figures(),
         )
         if draining:
             self._drain.announced()

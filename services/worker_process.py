@@ -99,7 +99,7 @@ class WorkerProcess:
         self._proxies = RequestOwners()
         self._drain = DrainState(lambda: len(self._proxies), settings.request_timeout_s)
         self._marker = DrainMarker.of_environment()
-        self._membership = Membership(registry, self._proxies, self._drain)
+        self._membership = Membership(registry, self._proxies, self._drain, metrics.figures)
         self.next_role: Role | None = None
         self.abandons_engine = False
         """Whether an engine is still in a step once `run` has returned: the process must end regardless."""
@@ -213,6 +213,7 @@ class WorkerProcess:
                 self._marker.remove()  # left by the switch to this role
             log.info("ready", role=role.role, http=record.http_address, requests=record.requests_address)
             group.create_task(self._beat())
+            group.create_task(self._observe())
 
     async def _load(self, group: asyncio.TaskGroup) -> None:
         """Start the engines one after the other: the pools of each take memory that earlier engines left."""
@@ -271,6 +272,12 @@ class WorkerProcess:
             except (RedisError, TimeoutError) as error:
                 log.warning("no heartbeat", error=str(error) or f"the broker has not answered within {BEAT_S:g} s")
 
+    async def _observe(self) -> None:
+        """Once a second, get the engines' numbers for the next heartbeat, which waits for no engine."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            await self._look_at_engines()
+
     def _add_metrics(self) -> None:
         metrics, role, channels = self._context.metrics, self._role, self._context.channels
         metrics.gauges["requests_outstanding"] = lambda: len(self._proxies)
@@ -290,13 +297,20 @@ class WorkerProcess:
 
     async def _render_metrics(self) -> bytes:
         """Render present numbers if the engine answers soon, else the last numbers."""
+        for thread in await self._look_at_engines():
+            log.warning("metrics are old: the engine is busy", busy_s=thread.busy_s)
+        return self._context.metrics.render()
+
+    async def _look_at_engines(self) -> list[EngineThread[Any, Any]]:
+        """Keep the present numbers of each engine; return the engines too busy to tell within STATS_WAIT_S."""
+        busy = []
         for thread in self._role.threads:
             try:
                 stats = await thread.call(lambda engine: engine.stats(), STATS_WAIT_S)
                 self._context.metrics.engine_stats[thread] = stats
             except TimeoutError:
-                log.warning("metrics are old: the engine is busy", busy_s=thread.busy_s)
-        return self._context.metrics.render()
+                busy.append(thread)
+        return busy
 
     async def _close(self) -> None:
         """Leave the cluster, then free all resources. Takes about two seconds at worst."""

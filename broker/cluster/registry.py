@@ -48,7 +48,7 @@ class Registry:
         self._own = record
         await self.heartbeat()
 
-    async def heartbeat(self, **changes: int | Role | None) -> None:
+    async def heartbeat(self, **changes: int | Role | dict[str, float] | None) -> None:
         """Write the own record again, with `changes` of its fields.
 
         Raises TriptychError("unavailable") where a younger process runs under the same instance id.

@@ -35,6 +35,12 @@ _ERROR: Final = {
 }
 _STATUS: Final = {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}}
 _ANY: Final = {"type": "object"}
+_LIMIT: Final = {
+    "name": "limit",
+    "in": "query",
+    "description": "How many requests at most.",
+    "schema": {"type": "integer", "minimum": 1, "maximum": 1000, "default": 50},
+}
 
 
 @functools.cache
@@ -67,6 +73,8 @@ def _paths() -> dict[str, Any]:
         "/v1/audio/translations": _post("multipart/form-data", TranscriptionForm),
         "/v1/models": _get("The served model.", _ANY),
         "/v1/models/{model}": _get("One model.", _ANY, model="Name of the served model."),
+        "/v1/cluster": _get("The instances by role: state, load, queues, caches.", _ANY),
+        "/v1/requests": _get("The last requests, the newest first.", _ANY, query=_LIMIT),
         "/v1/requests/{request_id}/timeline": _get(
             "Which stage ran where, from when to when.", _ANY, request_id="The `x-request-id` of an answer."
         ),
@@ -91,16 +99,24 @@ def _post(media_type: str, model: type[BaseModel]) -> dict[str, Any]:
     }
 
 
-def _get(summary: str, schema: dict[str, Any] | None, *, unavailable: bool = False, **in_path: str) -> dict[str, Any]:
-    """Describe a GET; `in_path` describes the parameters in its path."""
+def _get(
+    summary: str,
+    schema: dict[str, Any] | None,
+    *,
+    unavailable: bool = False,
+    query: dict[str, Any] | None = None,
+    **in_path: str,
+) -> dict[str, Any]:
+    """Describe a GET; `in_path` describes the parameters in its path, `query` is another one."""
     content: dict[str, Any] = {"text/plain": {}} if schema is None else {"application/json": {"schema": schema}}
     responses = _responses(summary, content)
     if unavailable:
         responses["503"] = {"description": "No, and why.", "content": content}
-    parameters = [
+    parameters: list[dict[str, Any]] = [
         {"name": name, "in": "path", "required": True, "description": description, "schema": {"type": "string"}}
         for name, description in in_path.items()
     ]
+    parameters += [] if query is None else [query]
     return {"get": {"summary": summary, "parameters": parameters, "responses": responses}}
 
 

@@ -47,6 +47,8 @@ class Dispatcher:
     async def on_message(self, worker: Worker, message: FromWorker) -> None:
         if isinstance(message, Encoded | Prefilled):  # also after the last token
             self._timelines.add(message.request_id, message.spans)
+            if message.error is None:
+                self._metrics.handoffs.count()
         runner = self.runners.get(message.request_id)
         if runner is not None:
             if not runner.post(worker, message):

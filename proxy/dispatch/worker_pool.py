@@ -79,6 +79,8 @@ class WorkerPool:
         self._listeners: dict[Worker, list[asyncio.Task[None]]] = {}
         self._lost: dict[tuple[str, int], float] = {}  # lives with a broken connection: dead until then
         self._tasks: set[asyncio.Task[None]] = set()
+        self.seen: dict[str, InstanceRecord] = {}
+        """All instances of the registry by id, proxies included, as of the last look."""
         self.refused: dict[str, str] = {}
         """Workers that are not used, and why."""
         self._newest: dict[str, int] = {}  # the last epoch of each instance in the registry
@@ -135,6 +137,10 @@ class WorkerPool:
         ]
         return [worker for worker in found if worker.missing_since_s is None] or found
 
+    def find(self, instance_id: str) -> Worker | None:
+        """Return a worker with a connection, in use or not; None for an unknown or lost one."""
+        return self._workers.get(instance_id)
+
     def absent_s(self, *roles: Role, matching: Worker | None = None) -> float:
         """Return for how long these roles had no usable worker; infinity if never, or where present workers do not
         match. A pool before its first look never returns infinity."""
@@ -152,6 +158,7 @@ class WorkerPool:
 
     async def _apply(self, found: dict[str, InstanceRecord]) -> None:
         """Connect to new workers; remove workers that are gone or restarted."""
+        self.seen = found
         for worker in list(self._workers.values()):
             record = found.get(worker.instance_id)
             if record is None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
-from dataclasses import dataclass
+import itertools
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -17,6 +19,8 @@ from common.messages import Span
 KEPT_REQUESTS: Final = 1000
 MAX_SPANS: Final = 512
 """Limit per request. Later spans of a longer request (an hour of audio) are discarded."""
+WINDOW_S: Final = 10.0
+MAX_EVENTS: Final = 65_536
 _NAMESPACE = "triptych_proxy"
 _LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -78,6 +82,8 @@ class ProxyMetrics:
             "helper_crashes",
             "Times that a process that decodes recordings died or took too long, and was started anew.",
         )
+        self.handoffs = Rate()
+        """Inputs, and keys and values, that have come to their destinations."""
         self.workers = gauge("workers", "Workers in use.", ["role"])
         self.load_imbalance = gauge(
             "load_imbalance",
@@ -112,30 +118,96 @@ class CountRequests:
             self.metrics.requests.labels(getattr(route, "path", "other"), status).inc()
 
 
+class Rate:
+    """Events per second over the last WINDOW_S seconds; more than MAX_EVENTS of them are not counted."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._times_s: deque[float] = deque(maxlen=MAX_EVENTS)
+
+    def count(self) -> None:
+        """Note an event of this moment."""
+        self._times_s.append(self._clock())
+
+    @property
+    def per_s(self) -> float:
+        start_s = self._clock() - WINDOW_S
+        while self._times_s and self._times_s[0] < start_s:
+            self._times_s.popleft()
+        return len(self._times_s) / WINDOW_S
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """A request as this proxy remembers it: no prompt, no media, no answer. `end` has the figures of its end."""
+
+    request_id: str
+    route: str = ""
+    model: str = ""
+    created_s: float = 0.0
+    spans: list[Span] = field(default_factory=list)
+    end: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self, max_spans: int = MAX_SPANS) -> dict[str, Any]:
+        """Return the record with the first `max_spans` spans in order of start; `outcome` is None until the end."""
+        head = {"id": self.request_id, "route": self.route, "model": self.model, "created_s": self.created_s}
+        spans = self.ordered_spans()
+        return {
+            **head,
+            "outcome": None,
+            **self.end,
+            "num_spans": len(spans),
+            "spans": spans[:max_spans],
+        }
+
+    def ordered_spans(self) -> list[dict[str, Any]]:
+        ordered = sorted(self.spans, key=lambda span: (span.start_s, span.end_s))
+        return [msgspec.to_builtins(span) for span in ordered]
+
+
 class Timelines:
-    """Spans by request id; the oldest request is discarded first."""
+    """Records of requests by id, with their spans; the oldest request is discarded first."""
 
     def __init__(self) -> None:
-        self._spans: OrderedDict[str, list[Span]] = OrderedDict()
+        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+
+    def open(self, request_id: str, route: str, model: str, created_s: float) -> None:
+        """Start the record of an admitted request, in place of an older one of the same id."""
+        self._records.pop(request_id, None)
+        self._keep(RequestRecord(request_id, route, model, created_s))
 
     def begin(self, job_id: str, first: Span) -> None:
         """Start the timeline of a job's response, unless another job has. Spans of unknown responses are discarded."""
         request_id = job_id.partition(".")[0]
-        if request_id not in self._spans:
-            self._spans[request_id] = [first]
-        while len(self._spans) > KEPT_REQUESTS:
-            self._spans.popitem(last=False)
+        record = self._records.get(request_id) or self._keep(RequestRecord(request_id, created_s=first.start_s))
+        if not record.spans:
+            record.spans.append(first)
 
     def add(self, job_id: str, spans: Iterable[Span]) -> None:
         """Add spans of a job to the timeline of its response."""
-        known = self._spans.get(job_id.partition(".")[0])
-        if known is not None:
-            known.extend(list(spans)[: MAX_SPANS - len(known)])
+        record = self._records.get(job_id.partition(".")[0])
+        if record is not None:
+            record.spans.extend(list(spans)[: MAX_SPANS - len(record.spans)])
+
+    def close(self, request_id: str, figures: dict[str, Any]) -> None:
+        """Note the end of a request."""
+        record = self._records.get(request_id)
+        if record is not None:
+            record.end = figures
 
     def get(self, request_id: str) -> dict[str, Any] | None:
-        """Return a timeline as JSON, in order of start; None for an unknown or discarded request."""
-        spans = self._spans.get(request_id)
-        if spans is None:
+        """Return a timeline as JSON, in order of start; None for an unknown, discarded or unplaced request."""
+        record = self._records.get(request_id)
+        if record is None or not record.spans:
             return None
-        ordered = sorted(spans, key=lambda span: (span.start_s, span.end_s))
-        return {"request_id": request_id, "spans": [msgspec.to_builtins(span) for span in ordered]}
+        return {"request_id": request_id, "spans": record.ordered_spans()}
+
+    def latest(self, count: int) -> list[RequestRecord]:
+        """Return the last `count` requests, the newest first."""
+        return list(itertools.islice(reversed(self._records.values()), count))
+
+    def _keep(self, record: RequestRecord) -> RequestRecord:
+        self._records[record.request_id] = record
+        while len(self._records) > KEPT_REQUESTS:
+            self._records.popitem(last=False)
+        return record

@@ -32,7 +32,7 @@ from common.errors import ErrorInfo, TriptychError
 from common.telemetry import get_logger
 from proxy.server.errors import Overloaded, error_body
 from proxy.server.limits import ByteBudget, RequestTickets, Reservation
-from proxy.server.metrics import ProxyMetrics
+from proxy.server.metrics import ProxyMetrics, Timelines
 
 CLIENT_CLOSED_REQUEST: Final = 499
 """Seen in metrics only: the client has left."""
@@ -128,6 +128,7 @@ class AdmissionController:
     budget: ByteBudget
     timeout_s: float
     metrics: ProxyMetrics
+    timelines: Timelines
     model: str
     inflight: int = 0
     closing: bool = False
@@ -153,6 +154,7 @@ class AdmissionController:
         context = RequestContext(
             request, request_id, time.time(), now_s, deadline_s, max_body_bytes, Reservation(self.budget)
         )
+        self.timelines.open(request_id, request.url.path, self.model, context.created_s)
         headers = {REQUEST_ID_HEADER: request_id}
         log.debug("request accepted", request=request_id, route=request.url.path)
         payloads = endpoint(context)
@@ -186,17 +188,16 @@ class AdmissionController:
             self.inflight -= 1
             self.metrics.inflight.dec()
             first_s, now_s = context.first_token_s, time.monotonic()
-            log.info(
-                "request ended",
-                request=context.id,
-                route=context.request.url.path,
-                model=self.model,
-                prompt_tokens=context.prompt_tokens,
-                completion_tokens=context.completion_tokens,
-                ttft_ms=None if first_s is None else round(1000 * (first_s - context.arrival_s)),
-                total_ms=round(1000 * (now_s - context.arrival_s)),
-                outcome=context.outcome,
-            )
+            figures = {
+                "prompt_tokens": context.prompt_tokens,
+                "completion_tokens": context.completion_tokens,
+                "ttft_ms": None if first_s is None else round(1000 * (first_s - context.arrival_s)),
+                "total_ms": round(1000 * (now_s - context.arrival_s)),
+                "outcome": context.outcome,
+            }
+            self.timelines.close(context.id, figures)
+            route = context.request.url.path
+            log.info("request ended", request=context.id, route=route, model=self.model, **figures)
 
 
 async def _unless_disconnected(context: RequestContext, work: Awaitable[T]) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Mapping
+from typing import Final
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -14,6 +15,25 @@ from services.process.metric_help import help_text
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _ITEMS = (1, 2, 4, 8, 16, 32)
+FIGURES: Final = (
+    "requests_running",
+    "requests_waiting",
+    "kv_blocks_usable",
+    "kv_blocks_used",
+    "kv_blocks_cached",
+    "encoder_cache_bytes_capacity",
+    "encoder_cache_bytes_used",
+    "encoder_output_cache_bytes",
+    "encoder_output_cache_bytes_used",
+    "encoder_items_open",
+    "encoder_queue_items",
+    "preprocess_waiting",
+    "inputs_pending",
+    "offers_open",
+    "handoffs_open",
+    "prefills_open",
+)
+"""Load and caches of a worker, few enough for every heartbeat."""
 
 
 class WorkerMetrics:
@@ -43,6 +63,11 @@ class WorkerMetrics:
     def observe_spans(self, spans: Iterable[Span]) -> None:
         for span in spans:
             self.stage_seconds.labels(span.stage).observe(max(0.0, span.end_s - span.start_s))
+
+    def figures(self) -> dict[str, float]:
+        """Return the metrics that stand in this worker's entry of the registry; those of engines as last told."""
+        values = {**added_up(self.engine_stats.values()), **{name: gauge() for name, gauge in self.gauges.items()}}
+        return {name: float(values[name]) for name in FIGURES if name in values}
 
     def render(self) -> bytes:
         """Return the Prometheus text format."""

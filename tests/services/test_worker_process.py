@@ -51,7 +51,7 @@ class IdleEngine:
         return False
 
     def stats(self) -> dict[str, float]:
-        return {"answer": 42.0, "questions_total": 7.0}
+        return {"answer": 42.0, "questions_total": 7.0, "requests_running": 3.0}
 
 
 @dataclass
@@ -170,6 +170,15 @@ async def test_metrics_hold_the_engines_numbers(broker_url: str, redis: Redis) -
     assert "# TYPE triptych_answer gauge" in page
     assert "triptych_answer 42.0" in page
     assert "# TYPE triptych_questions_total counter" in page
+
+
+async def test_the_registry_has_the_engines_figures_a_moment_later(broker_url: str, redis: Redis) -> None:
+    async with worker(broker_url, redis) as running:
+
+        async def told() -> bool:
+            return (await running.record()).figures == {"requests_running": 3.0}
+
+        await eventually(told, timeout_s=10)
 
 
 async def test_sigterm_ends_it_cleanly_and_leaves_no_key(broker_url: str, redis: Redis) -> None:

@@ -104,7 +104,7 @@ class SimulatedWorker(WorkerProcess):
         self._proxies = RequestOwners()
         self._drain = DrainState(lambda: len(self._proxies), settings.request_timeout_s)
         registry = cast(Any, SimulatedRegistry(network))
-        self._membership = Membership(registry, self._proxies, self._drain)
+        self._membership = Membership(registry, self._proxies, self._drain, dict)
         self._reader = cast(Any, SimulatedReader(network))
         self.server = SimulatedServer(network, (instance_id, epoch))
         self._server = cast(Any, self.server)

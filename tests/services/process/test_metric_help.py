@@ -11,7 +11,7 @@ from common.model_info import load_model_info
 from engine.core.decoder_engine import DecoderEngine
 from engine.core.encoder_engine import EncoderEngine
 from services.process.metric_help import HELP
-from services.process.metrics import WorkerMetrics
+from services.process.metrics import FIGURES, WorkerMetrics
 from services.roles.decoder import DecodeService, EncodePrefillDecodeService, PrefillDecodeService
 from services.roles.encoder import EncoderService
 from services.roles.prefill import PrefillService
@@ -39,6 +39,14 @@ def test_what_two_engines_of_a_process_take_adds_up() -> None:
     assert "triptych_memory_weights_bytes 40.0" in page
     assert "triptych_memory_budget_given 1.0" in page
     assert "triptych_encoder_queue_items 2.0" in page
+
+
+def test_the_figures_of_the_registry_are_metrics_and_fit_every_heartbeat() -> None:
+    assert set(FIGURES) <= HELP.keys()
+    metrics = WorkerMetrics()
+    metrics.engine_stats["decoder"] = {"requests_running": 3, "kv_block_bytes": 512}
+    metrics.gauges["offers_open"] = lambda: 2
+    assert metrics.figures() == {"requests_running": 3.0, "offers_open": 2.0}
 
 
 def test_help_texts_are_sentences() -> None:
