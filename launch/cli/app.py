@@ -54,8 +54,9 @@ def triptych(
     \b
     Start here:
       triptych demo
+      triptych samples
       triptych serve signpost
-      triptych request picture.png --prompt "What does the sign say?"
+      triptych request samples/sign.png --prompt "What does the sign say?"
 
     Every setting is an environment variable (TRIPTYCH_PORT=9000) or a line of triptych.toml (port = 9000), the common
     ones are flags (--port 9000); flags win over the environment, the environment over the file.
@@ -234,6 +235,8 @@ def demo(
     flags: Flags,
     pictures: Annotated[int, typer.Option(min=1, max=32, help="How many pictures.")] = 6,
     seed: Annotated[int, typer.Option(help="Other seeds draw other pictures.")] = 7,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the pictures, with questions and answers.")] = False,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where --keep leaves them.")] = Path("demo-pictures"),
 ) -> None:
     """Start a cluster with signpost, ask it about freshly drawn pictures, show what happened where, stop; then ask
     numerals for numbers and dates.
@@ -241,12 +244,30 @@ def demo(
     \b
     Examples:
       triptych demo
-      triptych demo --topology 2e1pd --pictures 12 --seed 1
+      triptych demo --keep
+      triptych demo --topology 2e1pd --pictures 12 --seed 1 --keep ./pictures
     """
     settings = load_settings({**flags, "model": "signpost", "port": 0})
     from launch.demo.run import run_demo
 
-    raise typer.Exit(run_demo(settings, pictures, seed))
+    raise typer.Exit(run_demo(settings, pictures, seed, folder if keep else None))
+
+
+@app.command()
+def samples(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where they go.")] = Path("samples"),
+) -> None:
+    """Write a picture, a recording and a text with known answers, and show how to ask about them.
+
+    \b
+    Examples:
+      triptych samples
+      triptych samples /tmp/triptych-samples
+    """
+    from launch.cluster.local_registry import local_url
+    from launch.demo.samples import write_samples
+
+    typer.echo(write_samples(folder, local_url()))
 
 
 for _command in (members_commands.status, members_commands.drain, members_commands.switch):

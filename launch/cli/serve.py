@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from common.config import Settings
 
 _QUESTIONS = {
-    "image": 'picture.png --prompt "What is in the picture?"',
-    "audio": "speech.flac",
+    "image": 'samples/sign.png --prompt "What does the sign say?"',
+    "audio": "samples/speech.flac",
     "text": '--prompt "one thousand two hundred four"',
     None: '--prompt "Name three colours."',
 }
@@ -82,7 +82,8 @@ def _announce(plan: Plan) -> str:
 
 def _example(plan: Plan) -> str:
     """Return a command with a question that the cluster's model can answer."""
-    return f"triptych request {_QUESTIONS[plan.info.media_kind]} --url {plan.base_url}"
+    files = "triptych samples && " if plan.info.media_kind in ("image", "audio") else ""
+    return f"{files}triptych request {_QUESTIONS[plan.info.media_kind]} --url {plan.base_url}"
 
 
 async def _serve(plan: Plan, console: Console, start_timeout_s: float) -> int:

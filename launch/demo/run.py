@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import io
 import random
+import shlex
 import signal
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
@@ -24,6 +26,7 @@ from launch.cli.console import ConsoleReporter, make_console
 from launch.cluster.children import adopt_orphans
 from launch.cluster.local_cluster import LocalCluster
 from launch.demo.numbers import follow_chains, show_chains
+from launch.demo.samples import write_files
 from launch.demo.scenes import QUESTIONS, SIZES, render
 
 if TYPE_CHECKING:
@@ -50,15 +53,25 @@ class Question:
     def right(self) -> bool:
         return self.outcome is not None and self.outcome.text.strip().lower() == self.expected.lower()
 
+    @property
+    def png(self) -> bytes:
+        """The image as a PNG file."""
+        data = io.BytesIO()
+        self.image.save(data, "PNG")
+        return data.getvalue()
 
-def run_demo(settings: Settings, pictures: int, seed: int) -> int:
+
+def run_demo(settings: Settings, pictures: int, seed: int, keep: Path | None = None) -> int:
     """Run the demo with signpost, then numerals; return 1 if a request failed or too many answers are wrong, else 0.
 
-    Raises TriptychError as a cluster does."""
+    `keep` is a folder for the pictures, with their questions and answers in `answers.txt`. Raises TriptychError as a
+    cluster does, and where the folder cannot be written."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: the cluster is taken down
     adopt_orphans()
     console = make_console()
     questions = draw_questions(random.Random(seed), pictures)
+    if keep is not None:
+        keep_pictures(keep, questions)
     with LocalCluster(settings, reporter=ConsoleReporter(console, "demo")) as cluster:
         console.print(f"\nasking about {pictures} freshly drawn pictures, all at once …")
         began = time.perf_counter()
@@ -72,7 +85,28 @@ def run_demo(settings: Settings, pictures: int, seed: int) -> int:
     settings = settings.model_copy(update={"model": "numerals"})
     with LocalCluster(settings, reporter=ConsoleReporter(console, "demo")) as cluster:
         chains = asyncio.run(follow_chains(cluster.base_url, random.Random(seed), own_api_key(settings)))
-    return max(signs, show_chains(console, chains))
+    code = max(signs, show_chains(console, chains))
+    console.print(_next_steps(questions[0], keep), highlight=False, markup=False, soft_wrap=True)
+    return code
+
+
+def keep_pictures(folder: Path, questions: list[Question]) -> None:
+    """Write the pictures, and `answers.txt` with a line for each: name, question, answer, separated by tabs.
+
+    Raises TriptychError("invalid_request") where the folder cannot be written, or has other files of these names."""
+    pictures = {f"picture-{number}.png": question for number, question in enumerate(questions, 1)}
+    lines = [f"{name}\t{question.text}\t{question.expected}\n" for name, question in pictures.items()]
+    files = {name: question.png for name, question in pictures.items()}
+    write_files(folder, {**files, "answers.txt": "".join(lines).encode()})
+
+
+def _next_steps(first: Question, kept: Path | None) -> str:
+    """Return the commands that go on from here: the same model, asked by the reader."""
+    ask = ["triptych samples", 'triptych request samples/sign.png --prompt "What does the sign say?"']
+    if kept is not None:
+        ask = [f'triptych request {shlex.quote(str(kept / "picture-1.png"))} --prompt "{first.text}"']
+        ask.append(f"cat {shlex.quote(str(kept / 'answers.txt'))}")
+    return "\n  ".join(["\nnext, the first in a terminal of its own:", "triptych serve signpost", *ask])
 
 
 def draw_questions(rng: random.Random, pictures: int) -> list[Question]:
@@ -109,9 +143,7 @@ async def _timeline(client: ApiClient, request_id: str) -> list[dict[str, Any]]:
 
 
 def _job(question: Question) -> ClientRequest:
-    data = io.BytesIO()
-    question.image.save(data, "PNG")
-    return ClientRequest(question.text, question.text, (Media("picture.png", "image/png", data.getvalue()),))
+    return ClientRequest(question.text, question.text, (Media("picture.png", "image/png", question.png),))
 
 
 def _show(question: Question, console: Console) -> RenderableType:

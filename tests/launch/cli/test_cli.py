@@ -41,7 +41,8 @@ def test_importing_it_loads_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["", "serve", "worker", "proxy", "broker", "request", "demo", "status", "drain", "switch"]
+    "command",
+    ["", "serve", "worker", "proxy", "broker", "request", "demo", "samples", "status", "drain", "switch"],
 )
 def test_help_teaches_by_an_example(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

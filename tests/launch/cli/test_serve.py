@@ -48,7 +48,9 @@ def test_a_topology_that_was_chosen_is_explained(
 
 def test_the_example_is_something_that_the_model_answers(tmp_path: Path) -> None:
     assert _example(plan_of(tmp_path, "LlamaForCausalLM")).startswith("triptych request --prompt")
-    assert _example(plan_of(tmp_path, "WhisperForConditionalGeneration")).startswith("triptych request speech.flac")
+    assert _example(plan_of(tmp_path, "WhisperForConditionalGeneration")).startswith(
+        "triptych samples && triptych request s"
+    )
     assert _example(plan_of(tmp_path, "BartForConditionalGeneration")).startswith("triptych request --prompt")
 
 
