@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import av
 import numpy as np
 import numpy.typing as npt
 import soundfile
@@ -32,4 +33,21 @@ def tone(seconds: float, rate: int = 16000, channels: int = 1) -> npt.NDArray[np
 def sound_file(samples: npt.NDArray[np.float32], rate: int = 16000, format: str = "WAV", **options: Any) -> bytes:
     buffer = io.BytesIO()
     soundfile.write(buffer, samples, rate, format=format, **options)
+    return buffer.getvalue()
+
+
+def container(
+    samples: npt.NDArray[np.float32], rate: int = 48000, muxer: str = "mp4", codec: str = "aac", **options: Any
+) -> bytes:
+    """A recording [num_samples] in a container, as FFmpeg's `muxer` and `codec` write it."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=muxer, options=options) as file:
+        stream = file.add_stream(codec, rate=rate, layout="mono")
+        frame = av.AudioFrame.from_ndarray(samples[None], format="fltp", layout="mono")
+        frame.sample_rate = rate
+        coder = stream.codec_context
+        resampler = av.AudioResampler(coder.format, "mono", rate, frame_size=coder.frame_size or 1024)
+        for part in [*resampler.resample(frame), *resampler.resample(None)]:
+            file.mux(stream.encode(part))
+        file.mux(stream.encode(None))
     return buffer.getvalue()

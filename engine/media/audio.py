@@ -10,33 +10,58 @@ import soundfile
 import soxr
 
 from common.errors import TriptychError
+from common.media import containers
 from common.messages import MAX_CHANNELS, SAMPLING_RATES
 
+FloatArray = npt.NDArray[np.float32]
 
-def decode_audio(media: bytes, sampling_rate: int, max_seconds: float) -> npt.NDArray[np.float32]:
+
+def decode_audio(media: bytes, sampling_rate: int, max_seconds: float) -> FloatArray:
     """Mono samples [num_samples] at `sampling_rate` Hz, channels averaged.
 
-    Reads what libsndfile reads: WAV, FLAC, Ogg (Vorbis, Opus), MP3 and others. Raises TriptychError("bad_media") for
-    anything else, damaged, empty or longer than `max_seconds`; no more than that is ever decoded.
+    Reads what libsndfile reads (WAV, FLAC, Ogg, MP3 and others), and the containers of `common.media`. Raises
+    TriptychError("bad_media") for anything else, damaged, empty or longer than `max_seconds`; no more than that is ever
+    decoded.
     """
-    try:
-        with soundfile.SoundFile(io.BytesIO(media)) as file:
-            own_rate = _check_header(file)
-            limit = int(max_seconds * own_rate)
-            samples: npt.NDArray[np.float32] = file.read(limit + 1, dtype="float32", always_2d=True)
-            announced = max(file.frames, len(samples))
-    except (soundfile.SoundFileError, OSError, ValueError) as error:
-        message = f"the sound ({len(media)} bytes) cannot be decoded; WAV, FLAC, Ogg and MP3 are accepted: {error}"
-        raise TriptychError("bad_media", message) from error
-    if len(samples) > limit:
-        message = f"the clip is {announced / own_rate:.2f} s long; at most {max_seconds:g} s are accepted"
+    unpack = _read_container if containers.demuxer(media[: containers.HEAD_BYTES]) else _read_file
+    samples, own_rate, lasts_s = unpack(media, max_seconds)
+    if len(samples) > int(max_seconds * own_rate):
+        message = f"the clip is {lasts_s:.2f} s long; at most {max_seconds:g} s are accepted"
         raise TriptychError("bad_media", message)
     if len(samples) == 0:
         raise TriptychError("bad_media", "the sound has no samples")
-    mono: npt.NDArray[np.float32] = samples.mean(axis=1)
+    mono: FloatArray = samples.mean(axis=1)
     if not np.isfinite(mono).all():
         raise TriptychError("bad_media", "the sound has samples that are not finite numbers")
     return mono if own_rate == sampling_rate else soxr.resample(mono, own_rate, sampling_rate)
+
+
+def _read_file(media: bytes, max_seconds: float) -> tuple[FloatArray, int, float]:
+    """Return up to a sample more than `max_seconds` [num_samples, channels], their rate, and the length in seconds."""
+    try:
+        with soundfile.SoundFile(io.BytesIO(media)) as file:
+            rate = _check_header(file)
+            samples: FloatArray = file.read(int(max_seconds * rate) + 1, dtype="float32", always_2d=True)
+            return samples, rate, max(file.frames, len(samples)) / rate
+    except (soundfile.SoundFileError, OSError, ValueError) as error:
+        why = getattr(error, "error_string", error)
+        accepted = f"WAV, FLAC, Ogg, MP3, {containers.FORMATS} are accepted"
+        message = f"the sound ({len(media)} bytes) cannot be decoded; {accepted}: {why}"
+        raise TriptychError("bad_media", message) from error
+
+
+def _read_container(media: bytes, max_seconds: float) -> tuple[FloatArray, int, float]:
+    """Return as `_read_file` does, from a container."""
+    with containers.opened(media, "the sound") as container:
+        sound = containers.Sound(container, "the sound")
+        blocks, count, limit = list[FloatArray](), 0, int(max_seconds * sound.rate) + 1
+        for block in sound.blocks():
+            blocks.append(block.mean(axis=1, keepdims=True))
+            count += len(block)
+            if count >= limit:
+                break
+    samples = np.concatenate(blocks)[:limit] if blocks else np.zeros((0, 1), np.float32)
+    return samples, sound.rate, max(sound.duration_s or 0.0, len(samples) / sound.rate)
 
 
 def _check_header(file: soundfile.SoundFile) -> int:

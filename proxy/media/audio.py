@@ -15,7 +15,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ import soundfile
 
 from broker.cluster.lifetime import die_with_parent
 from common.errors import TriptychError
+from common.media import containers
 from common.messages import MAX_CHANNELS, SAMPLING_RATES
 from common.process import malloc
 from common.process.child_pool import ChildPool
@@ -121,12 +122,12 @@ def split(path: str, window_s: float, param: str) -> list[Window]:
 
     Raises TriptychError("bad_media") for undecodable or empty data, ("item_too_large") over MAX_AUDIO_S.
     """
-    with _open(path, param) as file:
-        rate, frames = file.samplerate, file.frames
+    with _open(path, param) as recording:
+        rate, frames = recording.rate, recording.num_frames
         _check_duration(frames / rate, param)
         if 0 < frames <= window_s * rate:
             return [Window(0, frames, rate)]
-        energies, total = _energies(file, param)
+        energies, total = _energies(recording, param)
     if total == 0:
         raise TriptychError("bad_media", f"{param} has no samples", param)
     hop = rate // _HOPS_PER_S
@@ -138,12 +139,14 @@ def split(path: str, window_s: float, param: str) -> list[Window]:
 
 def cut(path: str, window: Window, param: str) -> bytes:
     """Return a window as a 16-bit mono WAV file. Raises TriptychError("bad_media") for undecodable data."""
-    with _open(path, param) as file:
-        file.seek(window.start)
-        blocks = file.blocks(
-            blocksize=file.samplerate, frames=window.end - window.start, dtype="float32", always_2d=True
-        )
-        samples = np.concatenate([np.zeros(0, np.float32), *(block.mean(axis=1) for block in blocks)])
+    wanted, parts = window.end - window.start, [np.zeros(0, np.float32)]
+    with _open(path, param) as recording:
+        for block in recording.blocks(window.start):
+            parts.append(block.mean(axis=1)[:wanted])
+            wanted -= len(parts[-1])
+            if wanted == 0:
+                break
+    samples = np.concatenate(parts)
     out = io.BytesIO()
     soundfile.write(out, samples, window.sample_rate, format="WAV", subtype="PCM_16")
     return out.getvalue()
@@ -157,18 +160,19 @@ def _cut_after(start: int, energies: FloatArray, hop: int, rate: int, window_s: 
     return (first + int(quiet.argmin()) + _QUIET_HOPS // 2) * hop
 
 
-def _energies(file: soundfile.SoundFile, param: str) -> tuple[FloatArray, int]:
+def _energies(recording: Recording, param: str) -> tuple[FloatArray, int]:
     """Return the mean square of every hop (a fiftieth of a second), and the number of decoded frames."""
-    hop = file.samplerate // _HOPS_PER_S
-    parts: list[FloatArray] = []
+    hop = recording.rate // _HOPS_PER_S
+    parts, rest = [np.zeros(0, np.float32)], np.zeros(0, np.float32)
     total = 0
-    for block in file.blocks(blocksize=hop * _HOPS_PER_S * 10, dtype="float32", always_2d=True):
-        mono = block.mean(axis=1)
-        total += len(mono)
-        _check_duration(total / file.samplerate, param)
+    for block in recording.blocks(0):
+        mono = np.concatenate([rest, block.mean(axis=1)])
+        total += len(block)
+        _check_duration(total / recording.rate, param)
         whole = len(mono) // hop * hop
         parts.append(np.square(mono[:whole]).reshape(-1, hop).mean(axis=1))
-    return (np.concatenate(parts) if parts else np.zeros(0, np.float32)), total
+        rest = mono[whole:]
+    return np.concatenate(parts), total
 
 
 def _check_header(file: soundfile.SoundFile, param: str) -> None:
@@ -191,11 +195,54 @@ def _check_duration(duration_s: float, param: str) -> None:
         raise TriptychError("item_too_large", message, param)
 
 
+class Recording(Protocol):
+    """An open recording. `num_frames` is 0 where only decoding tells the length."""
+
+    rate: int
+    num_frames: int
+
+    def blocks(self, start: int) -> Iterator[FloatArray]:
+        """Yield samples [some seconds, channels] from frame `start` on."""
+
+
+class _File:
+    """A recording that libsndfile reads."""
+
+    def __init__(self, file: soundfile.SoundFile) -> None:
+        self._file = file
+        self.rate: int = file.samplerate
+        self.num_frames: int = file.frames
+
+    def blocks(self, start: int) -> Iterator[FloatArray]:
+        self._file.seek(start)
+        yield from self._file.blocks(blocksize=10 * self.rate, dtype="float32", always_2d=True)
+
+
+class _Contained:
+    """A recording in a container, whose header may be wrong about the length."""
+
+    num_frames = 0
+
+    def __init__(self, sound: containers.Sound) -> None:
+        self._sound = sound
+        self.rate = sound.rate
+
+    def blocks(self, start: int) -> Iterator[FloatArray]:
+        yield from self._sound.blocks(start / self.rate)
+
+
 @contextmanager
-def _open(path: str, param: str) -> Iterator[soundfile.SoundFile]:
+def _open(path: str, param: str) -> Iterator[Recording]:
+    with open(path, "rb") as file:
+        head = file.read(containers.HEAD_BYTES)
+    if containers.demuxer(head) is not None:
+        with containers.opened(path, param) as container:
+            yield _Contained(containers.Sound(container, param))
+        return
     try:
         with soundfile.SoundFile(path) as file:
             _check_header(file, param)
-            yield file
-    except soundfile.SoundFileError as error:
-        raise TriptychError("bad_media", f"{param} cannot be decoded as audio: {error}", param) from error
+            yield _File(file)
+    except soundfile.SoundFileError as error:  # whose text has the path in it
+        why = getattr(error, "error_string", type(error).__name__)
+        raise TriptychError("bad_media", f"{param} cannot be decoded as audio: {why}", param) from error

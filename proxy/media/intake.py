@@ -14,6 +14,7 @@ from typing import Final
 
 from common.config import Settings
 from common.errors import TriptychError, invalid
+from common.media import containers
 from common.messages import MAX_MEDIA_BYTES, MediaKind
 from proxy.dispatch.jobs import MediaItem
 from proxy.media.fair_semaphore import Share, SlotTimeout
@@ -40,7 +41,10 @@ _CONTAINERS: Final[dict[tuple[bytes, bytes], tuple[MediaKind, str]]] = {
     (b"RF64", b"WAVE"): ("audio", "wav"),
     (b"FORM", b"AIFF"): ("audio", "aiff"),
 }
-_EXPECTED: Final = {"image": "a picture (JPEG, PNG, WebP, GIF, BMP)", "audio": "audio (WAV, MP3, FLAC, Ogg, AIFF)"}
+_EXPECTED: Final = {
+    "image": "a picture (JPEG, PNG, WebP, GIF, BMP)",
+    "audio": f"audio (WAV, MP3, FLAC, Ogg, AIFF, {containers.FORMATS})",
+}
 _WHITESPACE: Final = b" \t\n\r\f\v"
 _STRAY_PERCENT: Final = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _PIECE: Final = 64 * 2**10
@@ -158,6 +162,8 @@ def sniff(data: bytes) -> tuple[MediaKind, str] | None:
     for magic, kind, name in _MAGIC:
         if data.startswith(magic):
             return kind, name
+    if (container := containers.demuxer(data[: containers.HEAD_BYTES])) is not None:
+        return "audio", container
     if len(data) > 1 and data[0] == 0xFF and data[1] & 0xE0 == 0xE0:  # an MPEG audio frame without a tag
         return "audio", "mp3"
     return _CONTAINERS.get((data[:4], data[8:12]))

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from common.errors import TriptychError
+from common.media import containers
 from engine.media.audio import decode_audio
 from engine.media.image import FORMATS, MAX_PIXELS, decode_image
 from tests.media_files import encoded, noise, sound_file, tone
@@ -144,7 +145,9 @@ class TestSounds:
     @pytest.mark.parametrize("media", [b"", b"RIFF", b"not a sound", bytes(1000)])
     def test_other_bytes_are_no_sound(self, media: bytes) -> None:
         message = refused(decode_audio, media, 16000, 30)
-        assert f"({len(media)} bytes) cannot be decoded; WAV, FLAC, Ogg and MP3 are accepted" in message
+        assert (
+            f"({len(media)} bytes) cannot be decoded; WAV, FLAC, Ogg, MP3, {containers.FORMATS} are accepted" in message
+        )
 
     def test_an_empty_sound_is_refused(self) -> None:
         assert refused(decode_audio, sound_file(tone(0)), 16000, 30) == "the sound has no samples"
