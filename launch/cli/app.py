@@ -15,6 +15,7 @@ from common.messages import WorkerRole
 from launch.cli import members_commands
 from launch.cli.options import takes_settings
 from launch.cluster.configure import Flags, load_settings
+from launch.terminal import commands
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -270,7 +271,10 @@ def samples(
     typer.echo(write_samples(folder, local_url()))
 
 
-for _command in (members_commands.status, members_commands.drain, members_commands.switch):
+for _command in (
+    *(members_commands.status, members_commands.drain, members_commands.switch),
+    *(commands.doctor, commands.logs),
+):
     app.command()(_command)
 
 

@@ -19,7 +19,7 @@ Id = Annotated[
     str, typer.Argument(metavar="ID", help="Of a worker, as `triptych status` shows it.", show_default=False)
 ]
 Timeout = Annotated[float, typer.Option(metavar="SECONDS", min=1, help="Longest wait for its requests to end.")]
-REACHING = ("broker", "cluster", "cluster_key_file")
+REACHING = ("broker", "cluster", "port", "cluster_key_file")
 
 
 @takes_settings(*REACHING)
@@ -33,7 +33,7 @@ def status(
       triptych status
       triptych status --broker redis://10.0.0.5:6379 --cluster staging --json
 
-    Without --broker it is the cluster that `triptych serve` runs on this machine.
+    Without --broker it is the cluster that `triptych serve` runs on this machine; --port tells those of one name apart.
     """
     from launch.cli.members import show_status
 

@@ -124,6 +124,7 @@ def _announced(supervisor: Supervisor, console: Console) -> Iterator[None]:
         broker=supervisor.broker_url,
         cluster_key="" if key is None else key.reveal(),
         model=plan.settings.model,
+        logs=str(supervisor.logs or ""),
     )
     with contextlib.ExitStack() as stack:
         try:

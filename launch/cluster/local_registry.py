@@ -32,6 +32,12 @@ class LocalEntry(msgspec.Struct, frozen=True):
     broker: str
     cluster_key: str
     model: str
+    logs: str = ""
+    """Folder of the log files, `<instance>.log`."""
+
+    def is_alive(self) -> bool:
+        """Whether the cluster still runs."""
+        return self in _living()
 
 
 @contextlib.contextmanager
@@ -58,21 +64,29 @@ def announced(entry: LocalEntry) -> Iterator[None]:
             folder.rmdir()  # if it was the last one
 
 
-def find_local(cluster: str) -> LocalEntry:
-    """Return the cluster of the name among this user's clusters on this machine.
+def find_local(cluster: str, port: int | None = None) -> LocalEntry:
+    """Return the cluster of the name among this user's clusters on this machine; of several, that of the port.
 
     Raises TriptychError("invalid_request") where there is none, or more than one.
     """
     found = [entry for entry in _living() if entry.cluster == cluster]
+    if len(found) > 1:
+        found = [entry for entry in found if entry.base_url.endswith(f":{port}")] or found
     if len(found) == 1:
         return found[0]
     if found:
         urls = ", ".join(sorted(entry.base_url for entry in found))
-        message = f"several clusters {cluster!r} run here ({urls}): start each with a --cluster of its own to tell them"
+        message = f"several clusters {cluster!r} run here ({urls}): give the --port of one, or start each with a "
+        message += "--cluster of its own"
     else:
         message = f"no cluster {cluster!r} of yours runs on this machine: give --broker redis://host:6379, or start one"
         message += " with `triptych serve`"
     raise invalid(message, "cluster")
+
+
+def given_port(settings: Settings) -> int | None:
+    """Return the port that somebody has given; None for the default, which tells no cluster from another."""
+    return settings.port if "port" in settings.model_fields_set else None
 
 
 def local_url() -> str:
@@ -94,7 +108,7 @@ def reach(settings: Settings) -> Settings:
     """
     if settings.broker is not None:
         return settings
-    entry = find_local(settings.cluster)
+    entry = find_local(settings.cluster, given_port(settings))
     update: dict[str, object] = {"broker": entry.broker}
     if ClusterKey.of(settings) is None and entry.cluster_key:
         update["cluster_key"] = SecretStr(entry.cluster_key)

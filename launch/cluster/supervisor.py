@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import TriptychError
@@ -57,6 +58,11 @@ class Supervisor:
     def broker_pid(self) -> int | None:
         """The process of the embedded broker; None with a foreign broker."""
         return self._broker.pid if self._broker is not None else None
+
+    @property
+    def logs(self) -> Path | None:
+        """The folder of the log files; None before the start."""
+        return self._logs.path if self._logs is not None else None
 
     @property
     def stopping(self) -> bool:

@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 from common.errors import TriptychError
 from common.families import FAMILIES
 from common.model_info import BUNDLED, load_model_info
-from launch.cli.app import main
+from launch.cli.app import app, main
 
 
 @pytest.fixture(autouse=True)
@@ -40,10 +41,7 @@ def test_importing_it_loads_nothing_heavy() -> None:
     assert output.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["", "serve", "worker", "proxy", "broker", "request", "demo", "samples", "status", "drain", "switch"],
-)
+@pytest.mark.parametrize("command", ["", *get_command(app).commands])  # type: ignore[attr-defined]
 def test_help_teaches_by_an_example(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,6 +44,31 @@ def test_requests_go_to_the_only_cluster_that_runs() -> None:
         assert local_url() == "http://127.0.0.1:9001"
 
 
+def test_the_port_tells_clusters_of_one_name_apart() -> None:
+    with announced(entry("here", "http://127.0.0.1:9001")):
+        assert find_local("here", 9002).base_url.endswith("9001"), "the only one needs no port"
+    # Two entries of one process would share a file's name.
+    code = (
+        "from launch.cluster.local_registry import *; import sys\n"
+        "with announced(LocalEntry('here', 'http://127.0.0.1:9001', 'redis://h:1', '', 'm')):\n"
+        "    print('up', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "up\n"
+        with announced(entry("here", "http://127.0.0.1:9002")):
+            assert find_local("here", 9002).base_url.endswith("9002")
+            assert find_local("here", 9001).base_url.endswith("9001")
+            with pytest.raises(TriptychError, match=r"several clusters 'here' run here .*: give the --port of one"):
+                find_local("here", 9003)
+            with pytest.raises(TriptychError, match="several clusters 'here'"):
+                reach(Settings(cluster="here"))
+        assert other.stdin is not None
+        other.stdin.close()
+
+
 def test_nobody_else_can_read_its_secrets(runtime: Path) -> None:
     with announced(entry()):
         (file,) = runtime.iterdir()
