@@ -13,7 +13,7 @@ import typer
 from common.errors import TriptychError, invalid
 from common.messages import WorkerRole
 from launch.cli import members_commands
-from launch.cli.options import takes_settings
+from launch.cli.options import Url, takes_settings
 from launch.cluster.configure import Flags, load_settings
 from launch.terminal import commands
 
@@ -30,10 +30,6 @@ app = typer.Typer(
 
 Model = Annotated[str | None, typer.Option(help="Hub id, folder, or bundled model.", show_default="signpost")]
 FollowParent = Annotated[bool, typer.Option("--follow-parent", hidden=True)]
-Url = Annotated[
-    str | None,
-    typer.Option(help="URL of the API, without /v1.", show_default="the cluster that runs here, or port 8000"),
-]
 
 
 def _print_version(wanted: bool) -> None:
@@ -218,13 +214,10 @@ def request(
 
     The API key, if the server wants one, comes from TRIPTYCH_API_KEY. Exit code 1 if any request failed.
     """
-    from common.keys import own_api_key
-    from launch.cli.client import ClientOptions
+    from launch.cli.client import client_options
     from launch.cli.request import run_requests
-    from launch.cluster.local_registry import local_url
 
-    base_url, api_key = (url or local_url()).rstrip("/").removesuffix("/v1"), own_api_key(load_settings({}))
-    options = ClientOptions(base_url, model, max_tokens, temperature, timeout, api_key)
+    options = client_options(url, model, max_tokens, temperature, timeout)
     raise typer.Exit(
         run_requests(files or [], prompt, options, parallel=parallel, repeat=repeat, live=stream, together=together)
     )
@@ -273,7 +266,7 @@ def samples(
 
 for _command in (
     *(members_commands.status, members_commands.drain, members_commands.switch),
-    *(commands.doctor, commands.logs),
+    *(commands.doctor, commands.logs, commands.chat, commands.top),
 ):
     app.command()(_command)
 

@@ -26,7 +26,8 @@ class ClientOptions:
     url: str
     model: str | None
     max_tokens: int
-    temperature: float
+    temperature: float | None
+    """None leaves the choice to the server."""
     timeout_s: float
     api_key: str | None = field(default=None, repr=False)
 
@@ -46,11 +47,18 @@ class Media:
 
 @dataclass(frozen=True)
 class ClientRequest:
-    """A prompt with images, or an audio file to transcribe."""
+    """A prompt with images, after the messages of a conversation if there is one; or an audio file to transcribe."""
 
     name: str
     prompt: str
     media: tuple[Media, ...] = ()
+    history: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The last message of the chat: all images, then the prompt."""
+        parts = [{"type": "image_url", "image_url": {"url": m.data_url}} for m in self.media]
+        return {"role": "user", "content": [*parts, {"type": "text", "text": self.prompt}] if parts else self.prompt}
 
     @property
     def is_transcription(self) -> bool:
@@ -76,6 +84,21 @@ class ClientResult:
 
 
 OnText = Callable[[str], None]
+
+
+def client_options(
+    url: str | None, model: str | None, max_tokens: int, temperature: float | None, timeout_s: float
+) -> ClientOptions:
+    """Return options for the API at `url`, or of the cluster that runs here, with the API key of the settings.
+
+    Raises TriptychError("invalid_request") where several clusters run here, or the settings are wrong.
+    """
+    from common.keys import own_api_key
+    from launch.cluster.configure import load_settings
+    from launch.cluster.local_registry import local_url
+
+    base_url, api_key = (url or local_url()).rstrip("/").removesuffix("/v1"), own_api_key(load_settings({}))
+    return ClientOptions(base_url, model, max_tokens, temperature, timeout_s, api_key)
 
 
 class ApiClient:
@@ -132,6 +155,21 @@ class ApiClient:
         except (httpx.HTTPError, ValueError, KeyError):
             return []
 
+    async def read(self, path: str) -> dict[str, Any]:
+        """Return the JSON of one of Triptych's own routes.
+
+        Raises TriptychError("unavailable") where no proxy of Triptych answers.
+        """
+        try:
+            response = await self._http.get(path, timeout=10.0)
+            if response.status_code == httpx.codes.NOT_FOUND:
+                message = f"{self._options.url} has no {path.partition('?')[0]}: it is no proxy of Triptych"
+                raise TriptychError("unavailable", message)
+            return dict(response.raise_for_status().json())
+        except (httpx.HTTPError, ValueError) as error:
+            message = f"{self._options.url} does not answer: {error or type(error).__name__}"
+            raise TriptychError("unavailable", message) from error
+
     async def send(self, job: ClientRequest, on_text: OnText = lambda _: None) -> ClientResult:
         """Send a job and wait for the end; `on_text` gets the pieces of the answer at once."""
         outcome = ClientResult(job)
@@ -149,9 +187,7 @@ class ApiClient:
         return outcome
 
     async def _chat(self, job: ClientRequest, outcome: ClientResult, on_text: OnText) -> None:
-        parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": m.data_url}} for m in job.media]
-        content = [*parts, {"type": "text", "text": job.prompt}] if parts else job.prompt
-        messages = [{"role": "user", "content": content}]
+        messages = [*job.history, job.message]
         await self._generate("/v1/chat/completions", {"messages": messages}, outcome, on_text)
 
     async def _generate(self, path: str, prompt: dict[str, Any], outcome: ClientResult, on_text: OnText) -> None:
@@ -160,7 +196,7 @@ class ApiClient:
             "model": self._model,
             **prompt,
             "max_tokens": self._options.max_tokens,
-            "temperature": self._options.temperature,
+            **({} if self._options.temperature is None else {"temperature": self._options.temperature}),
             "stream": True,
             "stream_options": {"include_usage": True},
         }
@@ -173,7 +209,7 @@ class ApiClient:
     async def _transcribe(self, job: ClientRequest, outcome: ClientResult, on_text: OnText) -> None:
         """Stream the transcript; servers without streaming answer in a single piece."""
         clip = job.media[0]
-        form = {"model": self._model, "temperature": str(self._options.temperature), "stream": "true"}
+        form = {"model": self._model, "temperature": str(self._options.temperature or 0.0), "stream": "true"}
         if job.prompt:
             form["prompt"] = job.prompt
         files = {"file": (clip.name, clip.data, clip.type)}

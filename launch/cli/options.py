@@ -17,6 +17,11 @@ from launch.cluster.configure import Flags
 if TYPE_CHECKING:
     from common.config import SettingInfo
 
+Url = Annotated[
+    str | None,
+    typer.Option(help="URL of the API, without /v1.", show_default="the cluster that runs here, or port 8000"),
+]
+
 
 def takes_settings(*wanted: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that adds options for settings to a command, passed on in the argument `flags`.

@@ -56,7 +56,7 @@ class FakeApi:
     async def _chat(self, request: Request) -> Response:
         body = await request.json()
         self.bodies.append(body)
-        content = body["messages"][0]["content"]
+        content = body["messages"][-1]["content"]
         prompt = content if isinstance(content, str) else content[-1]["text"]
         if "hundred" in prompt:
             error = {"message": "fake holds no conversations: use /v1/completions"}
