@@ -266,7 +266,7 @@ def samples(
 
 for _command in (
     *(members_commands.status, members_commands.drain, members_commands.switch),
-    *(commands.doctor, commands.logs, commands.chat, commands.top),
+    *(commands.doctor, commands.logs, commands.chat, commands.top, commands.bench),
 ):
     app.command()(_command)
 

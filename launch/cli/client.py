@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,6 +30,8 @@ class ClientOptions:
     """None leaves the choice to the server."""
     timeout_s: float
     api_key: str | None = field(default=None, repr=False)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of every body or form."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class ClientResult:
     error: str | None = None
     request_id: str | None = None
     ttft_s: float | None = None
+    last_text_s: float | None = None
+    """When the last piece with text came; usage and the end of the stream follow."""
     latency_s: float = 0.0
     completion_tokens: int | None = None
     began: float = field(default_factory=time.perf_counter)
@@ -199,6 +203,7 @@ class ApiClient:
             **({} if self._options.temperature is None else {"temperature": self._options.temperature}),
             "stream": True,
             "stream_options": {"include_usage": True},
+            **self._options.extra,
         }
         async with self._http.stream("POST", path, json=body) as response:
             if not response.is_success:
@@ -210,6 +215,8 @@ class ApiClient:
         """Stream the transcript; servers without streaming answer in a single piece."""
         clip = job.media[0]
         form = {"model": self._model, "temperature": str(self._options.temperature or 0.0), "stream": "true"}
+        for name, value in self._options.extra.items():
+            form[name] = value if isinstance(value, str) else json.dumps(value)
         if job.prompt:
             form["prompt"] = job.prompt
         files = {"file": (clip.name, clip.data, clip.type)}
@@ -243,7 +250,8 @@ async def _add_events(response: httpx.Response, outcome: ClientResult, on_text: 
         texts = (choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
         text = "".join(texts) or event.get("delta", "")
         if text:
-            outcome.ttft_s = outcome.ttft_s or time.perf_counter() - outcome.began
+            outcome.last_text_s = time.perf_counter() - outcome.began
+            outcome.ttft_s = outcome.ttft_s or outcome.last_text_s
             outcome.text += text
             on_text(text)
         if event.get("type") == "transcript.text.done":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -89,7 +90,12 @@ async def _run(jobs: list[ClientRequest], options: ClientOptions, parallel: int,
         began = time.perf_counter()
         with AnswerView(console, model, len(jobs), live=live) as view:
             try:
-                await _send_all(client, jobs, parallel, view, outcomes)
+
+                def ended(key: int, outcome: ClientResult) -> None:
+                    outcomes.append(outcome)
+                    view.finish(key, outcome)
+
+                await send_all(client, jobs, parallel, ended, view.grow)
             except asyncio.CancelledError:  # Ctrl-C: what has ended is still worth telling
                 interrupted = True
     _report(console, outcomes, time.perf_counter() - began)
@@ -99,17 +105,20 @@ async def _run(jobs: list[ClientRequest], options: ClientOptions, parallel: int,
     return int(any(outcome.error is not None for outcome in outcomes))
 
 
-async def _send_all(
-    client: ApiClient, jobs: list[ClientRequest], parallel: int, view: AnswerView, outcomes: list[ClientResult]
+async def send_all(
+    client: ApiClient,
+    jobs: Sequence[ClientRequest],
+    parallel: int,
+    ended: Callable[[int, ClientResult], None],
+    grown: Callable[[int, ClientRequest, str], None] = lambda _key, _job, _text: None,
 ) -> None:
-    """Send the jobs in order, at most `parallel` at once; outcomes are added in order of their end."""
+    """Send the jobs in order, at most `parallel` at once. `ended` gets each number and outcome, `grown` the pieces of
+    answers."""
     queue = iter(enumerate(jobs))
 
     async def send_next() -> None:
         for key, job in queue:
-            outcome = await client.send(job, partial(view.grow, key, job))
-            outcomes.append(outcome)
-            view.finish(key, outcome)
+            ended(key, await client.send(job, partial(grown, key, job)))
 
     async with asyncio.TaskGroup() as group:
         for _ in range(min(parallel, len(jobs))):

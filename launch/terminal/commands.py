@@ -1,7 +1,8 @@
-"""`triptych doctor | logs | chat | top`: what a person asks of the machine and of a running cluster."""
+"""`triptych doctor | logs | chat | top | bench`: what a person asks of the machine and of a running cluster."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -113,3 +114,54 @@ def top(
         raise typer.Exit(asyncio.run(run_top(client_options(url, None, 1, None, 10.0), every, once=once)))
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
+
+
+def bench(
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="Pictures and audio files, in turns.", exists=True, dir_okay=False)
+    ] = None,
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to ask.")] = "",
+    url: Url = None,
+    model: Annotated[str | None, typer.Option(help="Model name.", show_default="the first one served")] = None,
+    concurrency: Annotated[
+        str, typer.Option(metavar="N,…", help="Closed loop: requests in flight, a run each.", show_default="1")
+    ] = "",
+    rate: Annotated[str, typer.Option(metavar="R,…", help="Open loop: new requests per second, a run each.")] = "",
+    constant: Annotated[bool, typer.Option("--constant", help="Equal gaps, not Poisson arrivals.")] = False,
+    requests: Annotated[int, typer.Option("--requests", "-n", min=1, help="Requests of a run.")] = 100,
+    warm_up: Annotated[int, typer.Option(min=0, help="Requests before, which do not count.")] = 4,
+    together: Annotated[bool, typer.Option("--together", help="All pictures in one request.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="No two requests alike, so that no cache helps.")] = False,
+    seed: Annotated[int, typer.Option(help="Of arrivals and fresh files.")] = 0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
+    extra: Annotated[str, typer.Option(metavar="JSON", help="Further fields of the requests.")] = "",
+    goodput: Annotated[
+        str, typer.Option(metavar="NAME:MS …", help="Objectives that good requests meet, as AIPerf has them.")
+    ] = "",
+    export: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw latencies by level of load.")] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Longest wait for one answer.")] = 600.0,
+) -> None:
+    """Measure any server of OpenAI's API: TTFT, inter-token latency, request latency, throughput, goodput.
+
+    \b
+    Examples:
+      triptych bench -p "Name three colours." --concurrency 1,8,32 --extra '{"ignore_eos": true}'
+      triptych bench samples/sign.png -p "What does the sign say?" --fresh --rate 2,4 --plot latency.svg
+      triptych bench samples/speech.flac --fresh --concurrency 8 --json speech.json
+      triptych bench -p "Hi." --rate 5 --goodput "time_to_first_token:500 inter_token_latency:50"
+
+    Metrics have AIPerf's definitions. Exit code 1 if any request failed.
+    """
+    from dataclasses import replace
+
+    from launch.bench.figures import parse_objectives
+    from launch.bench.run import BenchPlan, parse_extra, parse_levels, run_bench
+    from launch.cli.client import client_options
+    from launch.cli.request import make_jobs
+
+    levels = parse_levels(concurrency, rate, constant=constant)
+    plan = BenchPlan(levels, requests, warm_up, fresh, seed, parse_objectives(goodput), export, plot)
+    options = replace(client_options(url, model, max_tokens, temperature, timeout), extra=parse_extra(extra))
+    raise typer.Exit(run_bench(make_jobs(files or [], prompt, together=together), options, plan))

@@ -1,0 +1,174 @@
+"""`triptych bench`: warm-up, the runs with their progress, the report."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from common.errors import TriptychError, invalid
+from launch.bench.figures import METRICS, STATISTICS, Run
+from launch.bench.load import Level, apply, repeat_jobs
+from launch.bench.plot import draw
+from launch.cli.client import ApiClient, ClientOptions, ClientRequest, ClientResult
+from launch.cli.console import make_console, make_table
+
+EXIT_INTERRUPTED: Final = 130
+_LATE_S: Final = 0.1
+
+
+@dataclass(frozen=True)
+class BenchPlan:
+    """The loads of a benchmark, and the files that it writes."""
+
+    levels: Sequence[Level]
+    num_requests: int
+    warm_up: int
+    fresh: bool
+    seed: int
+    objectives: dict[str, float] = field(default_factory=dict)
+    export: Path | None = None
+    plot: Path | None = None
+
+
+def parse_levels(concurrency: str, rate: str, *, constant: bool) -> list[Level]:
+    """Return the levels of comma-separated numbers, such as `1,8,32` in flight; or of rates.
+
+    Raises TriptychError("invalid_request") for both at once, and for numbers that are none.
+    """
+    if concurrency and rate:
+        raise invalid("--concurrency is a closed loop, --rate an open one: give one of them", "rate")
+    try:
+        closed = [Level(concurrency=int(one)) for one in (concurrency or "1").split(",") if not rate]
+        levels = closed or [Level(rate=float(one), constant=constant) for one in rate.split(",")]
+        if all(0 < level.concurrency <= 4096 or 0 < level.rate <= 1e5 for level in levels):
+            return levels
+    except ValueError:
+        pass
+    raise invalid(f"{concurrency or rate!r} should be positive numbers, separated by commas, such as 1,8,32")
+
+
+def parse_extra(text: str) -> dict[str, Any]:
+    """Return the fields of a JSON object; none of an empty text. Raises TriptychError("invalid_request")."""
+    try:
+        fields = json.loads(text or "{}")
+    except ValueError as error:
+        raise invalid(f"extra is not JSON: {error}", "extra") from error
+    if not isinstance(fields, dict):
+        raise invalid(f'extra should be a JSON object, such as {{"ignore_eos": true}}, not {text[:80]}', "extra")
+    return fields
+
+
+def run_bench(once: Sequence[ClientRequest], options: ClientOptions, plan: BenchPlan) -> int:
+    """Run all levels, print and write the figures; return 1 if a request failed, 130 after Ctrl-C, 0 otherwise.
+
+    Raises TriptychError where nobody answers, the warm-up fails, or a file cannot be written.
+    """
+    for path in filter(None, (plan.export, plan.plot)):
+        if not path.absolute().parent.is_dir():
+            raise invalid(f"cannot write {path}: there is no folder {path.absolute().parent}")
+    runs: list[Run] = []
+    model, interrupted = asyncio.run(_run_all(once, options, plan, runs))
+    console = make_console()
+    for run in runs:
+        _report(console, run)
+    title = f"{model} at {options.url}"
+    body = {"model": model, "url": options.url, "date": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"}
+    _write(plan.export, json.dumps({**body, "runs": [run.to_json() for run in runs]}, indent=1) + "\n")
+    _write(plan.plot, draw(runs, title))
+    if interrupted:
+        return EXIT_INTERRUPTED
+    return int(any(len(run.good) < len(run.results) for run in runs))
+
+
+async def _run_all(
+    once: Sequence[ClientRequest], options: ClientOptions, plan: BenchPlan, runs: list[Run]
+) -> tuple[str, bool]:
+    """Add a run per level, the last one unfinished after Ctrl-C; return the model, and whether there was a Ctrl-C."""
+    async with ApiClient(options) as client:
+        model = await client.connect()
+        jobs = repeat_jobs(once, plan.warm_up, fresh=plan.fresh, seed=plan.seed - 1)
+        failed: list[ClientResult] = []
+        await apply(Level(concurrency=min(4, max(1, len(jobs)))), client, jobs, 0, failed.append)
+        if error := next((one.error for one in failed if one.error is not None), None):
+            raise TriptychError("unavailable", f"the warm-up failed: {error}")
+        for number, level in enumerate(plan.levels):
+            jobs = repeat_jobs(once, plan.num_requests, fresh=plan.fresh, seed=plan.seed + number)
+            results: list[ClientResult] = []
+            lag_s, interrupted = 0.0, False
+            with _Progress(str(level), len(jobs)) as progress:
+
+                def on_end(result: ClientResult, results: list[ClientResult] = results) -> None:
+                    results.append(result)
+                    progress.advance()
+
+                try:
+                    lag_s = await apply(level, client, jobs, plan.seed + number, on_end)
+                except asyncio.CancelledError:
+                    interrupted = True
+            runs.append(Run(str(level), results, plan.objectives, lag_s))
+            if interrupted:
+                return model, True
+        return model, False
+
+
+class _Progress:
+    """A bar on a terminal; elsewhere a line when a level has ended. On standard error: figures alone are output."""
+
+    def __init__(self, title: str, total: int) -> None:
+        self._console = Console(file=sys.stderr)
+        self._title, self._total, self._done = title, total, 0
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        shown = self._console.is_terminal
+        self._bar = Progress(*columns, console=self._console, transient=True, disable=not shown)
+        self._task = self._bar.add_task(title, total=total)
+
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+        self._console.print(f"{self._title}: {self._done} of {self._total} requests ended", highlight=False)
+
+    def advance(self) -> None:
+        self._done += 1
+        self._bar.advance(self._task)
+
+
+def _report(console: Console, run: Run) -> None:
+    figures: dict[str, Any] = run.to_json()
+    table = make_table(f"\n{run.level}", ("", *STATISTICS))
+    for name, unit in METRICS.items():
+        cells = (figures["metrics"][name][one] for one in STATISTICS)
+        table.add_row(f"{name.replace('_', ' ')}, {unit}", *("–" if cell is None else f"{cell:.1f}" for cell in cells))
+    console.print(table)
+    parts = [
+        f"{len(run.good)} of {len(run.results)} requests answered in {run.duration_s:.2f} s",
+        f"{figures['request_throughput']:.2f} requests/s",
+        f"{figures['output_token_throughput']:.1f} output tokens/s",
+    ]
+    if figures["goodput"] is not None:
+        parts.append(f"goodput {figures['goodput']:.2f} requests/s")
+    console.print(" · ".join(parts), highlight=False)
+    if run.lag_s > _LATE_S:
+        text = f"this client was up to {run.lag_s:.1f} s late: the real rate was lower than asked for"
+        console.print(text, style="yellow", highlight=False)
+    for error, count in figures["errors"].items():
+        console.print(f"{count} failed: {error}", style="red", markup=False, highlight=False)
+
+
+def _write(path: Path | None, text: str) -> None:
+    try:
+        if path is not None:
+            path.write_text(text)
+    except OSError as error:
+        raise invalid(f"cannot write {path}: {error.strerror}") from error
