@@ -30,6 +30,8 @@ _SECRETS: Final = ("api_key", "cluster_key", "broker")
 _NAME: Final = re.compile("[A-Za-z0-9_.-]+")
 
 Device = Literal["auto", "cpu", "cuda"]
+ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "qwen3_coder"]
+ReasoningParser = Literal["auto", "none", "think"]
 GenerationConfigSource = Literal["auto", "none"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -196,6 +198,16 @@ class Settings(BaseSettings):
         "API",
         shown="the model's own",
         metavar="FILE|TEMPLATE",
+    )
+    tool_call_parser: ToolCallParser = _setting(
+        "auto",
+        "Form in which the model writes tool calls; auto: as its chat template shows them, none: as text.",
+        "API",
+    )
+    reasoning_parser: ReasoningParser = _setting(
+        "auto",
+        "Form of reasoning; think: <think>…</think>, auto: by the chat template, none: reasoning stays text.",
+        "API",
     )
     generation_config: GenerationConfigSource = _setting(
         "auto",

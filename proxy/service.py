@@ -17,6 +17,7 @@ from common.messages import WORKER_ROLES, Span
 from common.model_info import ModelInfo
 from common.text.processor import TextProcessor
 from common.text.token_text import TokenTexts
+from proxy.conversation.dialect import Dialect, choose
 from proxy.dispatch.dispatcher import Dispatcher
 from proxy.dispatch.jobs import Job
 from proxy.dispatch.placement import any_encodes, imbalance, missing
@@ -61,6 +62,8 @@ class Service:
     max_model_len: int = field(init=False)
     sampling_defaults: dict[str, Any] = field(init=False)
     """Sampling of requests that give none, as fields of `SamplingParams`."""
+    dialect: Dialect = field(init=False)
+    """How the model writes reasoning and tool calls."""
     transcribes: bool = field(init=False)
     """Whether the model is a speech model, whose decoder transcribes one audio input."""
     recordings: AudioWindows = field(init=False)
@@ -72,6 +75,8 @@ class Service:
         limit, longest = self.settings.engine.max_model_len, self.info.max_model_len
         self.max_model_len = longest if limit is None else min(limit, longest)
         self.sampling_defaults = self.info.sampling_defaults(self.settings.generation_config)
+        settings = self.settings
+        self.dialect = choose(self.text.chat_template, settings.tool_call_parser, settings.reasoning_parser)
         self.transcribes = self.info.is_encoder_decoder and self.info.media_kind == "audio"
 
     def failure(self) -> Problem:
@@ -147,3 +152,9 @@ class Service:
     @functools.cached_property
     def token_texts(self) -> TokenTexts:
         return TokenTexts(self.text.tokenizer)
+
+    @functools.cached_property
+    def special_texts(self) -> frozenset[str]:
+        """Texts of the special tokens, which answers leave out."""
+        added = self.text.tokenizer.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special)

@@ -78,7 +78,7 @@ class TextProcessor:
             raise TriptychError("model_not_found", f"cannot read {path}: {error}", "model") from error
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        self._template, self._specials = _load_chat_template(info, chat_template)
+        self.chat_template, self._template, self._specials = _load_chat_template(info, chat_template)
         self._takes_parts_only = self._template is not None and not self._shows_plain_strings()
         encoder_tokens = info.max_encoder_tokens if info.media_kind == "text" else 0
         self._most_tokens = 2 * max(info.max_model_len, encoder_tokens)
@@ -114,22 +114,38 @@ class TextProcessor:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    def render_chat(
+    def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's turn. Arguments and errors are those of `chat_text`.
+
+        Raises TriptychError("context_length_exceeded") as `encode_prompt` does.
+        """
+        return self.encode_chat(self.chat_text(messages, **options))
+
+    def encode_chat(self, text: str) -> list[int]:
+        """Return the token ids of a conversation rendered by `chat_text`. Raises as `encode_prompt` does."""
+        # Templates of text models write the first token themselves. Those of some models with media (LLaVA) leave it
+        # to the tokenizer, as transformers' processors do unless it is there.
+        begins = bool(self._specials["bos_token"]) and text.startswith(self._specials["bos_token"])
+        special = self.info.media_kind is not None and not begins
+        return self.encode_prompt(text, "messages", add_special_tokens=special)
+
+    def chat_text(
         self,
         messages: list[dict[str, Any]],
         *,
+        tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's turn.
+    ) -> str:
+        """Return a conversation as text, ready for the assistant's turn.
 
         `messages` are {"role", "content"}; content is a string or parts {"type": "text", "text"}, {"type": "image"}
-        and {"type": "audio"}. Each picture and clip leaves one placeholder token. With `continue_final_message` the
-        prompt ends within the assistant's last message; otherwise the beginning of a turn is added, unless
-        `add_generation_prompt` is False. `chat_template_kwargs` are further variables of the template.
-        Raises TriptychError: "invalid_request" where the model has no chat template, the template refuses or an option
-        is impossible, "context_length_exceeded" as `encode_prompt` does.
+        and {"type": "audio"}. Each picture and clip leaves one placeholder. `tools` are OpenAI's. With
+        `continue_final_message` the prompt ends within the assistant's last message; otherwise the beginning of a turn
+        is added, unless `add_generation_prompt` is False. `chat_template_kwargs` are further variables of the template.
+        Raises TriptychError("invalid_request") where the model has no chat template, the template refuses or an option
+        is impossible.
         """
         if self._template is None:
             raise invalid(f"{self.info.name} has no chat template: use /v1/completions", "messages")
@@ -141,6 +157,8 @@ class TextProcessor:
         for name in sorted(variables.keys() & (reserved | self._template.environment.globals.keys())):
             message = f"chat_template_kwargs cannot set {name}: that is reserved"
             raise invalid(message, "chat_template_kwargs")
+        if tools:
+            variables["tools"] = tools
         variables["add_generation_prompt"] = not continue_final_message and add_generation_prompt is not False
         given = _with_end_mark(messages) if continue_final_message else messages
         try:
@@ -149,11 +167,7 @@ class TextProcessor:
             raise invalid(f"the chat template refused the messages: {error!s:.1000}", "messages") from error
         if continue_final_message:
             text = _before_end_mark(text)
-        # Templates of text models write the first token themselves. Those of some models with media (LLaVA) leave it
-        # to the tokenizer, as transformers' processors do unless it is there.
-        begins = bool(self._specials["bos_token"]) and text.startswith(self._specials["bos_token"])
-        special = self.info.media_kind is not None and not begins
-        return self.encode_prompt(text, "messages", add_special_tokens=special)
+        return text
 
     def _render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
         if self._takes_parts_only:
@@ -295,8 +309,8 @@ def _read_template(given: str) -> str:
         raise invalid(f"cannot read the chat template {given}: {reason}", "chat_template") from error
 
 
-def _load_chat_template(info: ModelInfo, given: str | None) -> tuple[Any, dict[str, str]]:
-    """Return the compiled chat template, None if missing, and the special tokens used by templates."""
+def _load_chat_template(info: ModelInfo, given: str | None) -> tuple[str | None, Any, dict[str, str]]:
+    """Return the chat template and its compiled form, None if missing, and the special tokens used by templates."""
     config = read_json(info.folder / "tokenizer_config.json")
     source = _template_source(info, config) if given is None else _read_template(given)
     specials = {}
@@ -304,19 +318,24 @@ def _load_chat_template(info: ModelInfo, given: str | None) -> tuple[Any, dict[s
         value = config.get(name)
         specials[name] = value["content"] if isinstance(value, dict) else (value or "")
     if source is None:
-        return None, specials
+        return None, None, specials
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
     )
     environment.globals["raise_exception"] = _raise_template_error
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.filters["tojson"] = _to_json
     try:
-        return environment.from_string(source), specials
+        return source, environment.from_string(source), specials
     except TemplateSyntaxError as error:
         whose = f"of {info.folder}" if given is None else given if given != source else "given"
         message = f"cannot read the chat template {whose}: line {error.lineno}: {error.message}"
         raise TriptychError("model_not_found", message, "model") from error
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Write a value as transformers' filter does, which takes the options of `json.dumps`."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _raise_template_error(message: str) -> NoReturn:

@@ -16,6 +16,11 @@ from proxy.api.logprobs import LogprobShapes, check_prompt_logprobs
 from proxy.api.openai_types import AudioPart, AudioUrlPart, ChatRequest, ImagePart, Message, TextPart, parse
 from proxy.api.prompts import processed_prompts
 from proxy.api.speech import Speech, SpeechOptions
+from proxy.api.tools import CallDeltas, joined_text
+from proxy.conversation.answer import AnswerParser
+from proxy.conversation.dialect import Dialect, explained
+from proxy.conversation.parts import AnswerPart
+from proxy.conversation.thinking import BEGIN, END, ThinkParser
 from proxy.dispatch.jobs import Job, MediaItem, make_slots
 from proxy.dispatch.text_stream import Choice, Delta, TextStream, best
 from proxy.media.intake import MediaSource
@@ -37,53 +42,81 @@ async def chat_completions(service: Service, context: RequestContext) -> AsyncGe
     service.check_lines(*(("media",) if service.transcribes else lines))
     body = await parse(ChatRequest, context)
     service.check_model(body.model)
+    answer = await begin_answer(service, context, body)
+    async with aclosing(answer.source.deltas()) as deltas:
+        if not body.stream:
+            yield answer.whole(await answer.choices(deltas))
+            return
+        async for delta in deltas:
+            for chunk in answer.chunks(delta):
+                yield chunk
+    if body.wants_usage_event:
+        yield Sse({**answer.head, "choices": [], "usage": answer.source.usage.to_json()})
+    yield Sse(None)
+
+
+async def begin_answer(service: Service, context: RequestContext, body: ChatRequest) -> ChatAnswer:
+    """Load the media, make the prompt, and return the answer, which starts with the first delta of its source.
+
+    Raises TriptychError for what the model cannot take, and Overloaded.
+    """
     if service.info.media_kind == "text":
         message = f"{service.model_name} is an encoder-decoder model of text and holds no conversations"
         raise invalid(f"{message}: use /v1/completions", "model")
     sources = collect_media(body.messages, service.info.media_kind, service.model_name)
     tickets = service.join_line(context, "media" if sources else "text")
     media = await service.intake.load(sources, context.held)
+    opened = None
     if service.transcribes:
         source: TextStream | Speech = _transcribe(service, context, tickets, body, media)
     else:
-        source = await _generate(service, context, tickets, body, media)
-    answer = _ChatAnswer(
-        body,
-        service.text,
-        source,
-        LogprobShapes(service.token_texts, body.num_logprobs or 0, bool(body.return_tokens_as_token_ids)),
-        {
-            "id": context.id,
-            "object": "chat.completion.chunk" if body.stream else "chat.completion",
-            "created": int(context.created_s),
-            "model": service.model_name,
-        },
-    )
-    async with aclosing(source.deltas()) as deltas:
-        if not body.stream:
-            choices = [Choice() for _ in range(body.width if body.picks_best else body.num_choices)]
-            async for delta in deltas:
-                choices[delta.index].add(delta)
-            yield answer.whole(best(choices, body.num_choices))
-            return
-        async for delta in deltas:
-            for chunk in answer.chunks(delta):
-                yield chunk
-    if body.wants_usage_event:
-        yield Sse({**answer.head, "choices": [], "usage": source.usage.to_json()})
-    yield Sse(None)
+        source, opened = await _generate(service, context, tickets, body, media)
+    head = {
+        "id": context.id,
+        "object": "chat.completion.chunk" if body.stream else "chat.completion",
+        "created": int(context.created_s),
+        "model": service.model_name,
+    }
+    return ChatAnswer(body, service, source, opened, head)
 
 
 @dataclass
-class _ChatAnswer:
-    """An answer under way; `head` are the fields that all its chunks share."""
+class ChatAnswer:
+    """An answer under way; `head` are the fields that all its chunks share.
+
+    `opened` is None where no reasoning is looked for, else whether the prompt ends within reasoning.
+    """
 
     body: ChatRequest
-    text: TextProcessor
+    service: Service
     source: TextStream | Speech
-    shapes: LogprobShapes
+    opened: bool | None
     head: dict[str, Any]
-    _begun: set[int] = field(default_factory=set)
+    _parsers: dict[int, AnswerParser] = field(default_factory=dict)
+    _calls: dict[int, CallDeltas] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        body = self.body
+        self.shapes = LogprobShapes(
+            self.service.token_texts, body.num_logprobs or 0, bool(body.return_tokens_as_token_ids)
+        )
+
+    async def choices(self, deltas: AsyncGenerator[Delta]) -> list[Choice]:
+        """Return the complete choices."""
+        body = self.body
+        choices = [Choice() for _ in range(body.width if body.picks_best else body.num_choices)]
+        async for delta in deltas:
+            choices[delta.index].add(delta)
+        return best(choices, body.num_choices)
+
+    def parts(self, index: int, text: str, *, final: bool) -> list[AnswerPart]:
+        """Return what the next text of a choice adds to reasoning, text and calls."""
+        parser = self._parsers.get(index)
+        if parser is None:
+            thinking = None if self.opened is None else ThinkParser(opened=self.opened)
+            parser = self._parsers[index] = AnswerParser(thinking, self.body.call_parser(self.service.dialect))
+            self._calls[index] = CallDeltas(self.service.dialect)
+        return parser.feed(text, final=final)
 
     def whole(self, choices: Sequence[Choice]) -> Json:
         """Return the complete answer."""
@@ -92,9 +125,9 @@ class _ChatAnswer:
         value["choices"] = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "message": self._message(index, choice),
                 "logprobs": None if body.num_logprobs is None else self.shapes.chat(choice.logprobs),
-                "finish_reason": choice.finish_reason,
+                "finish_reason": self._finish(index, choice.finish_reason),
                 **body.token_ids_of(choice.token_ids),
                 **({"score": choice.score} if body.use_beam_search else {}),
                 **self._prompts(index),
@@ -105,26 +138,53 @@ class _ChatAnswer:
             value["prompt_logprobs"] = self.shapes.prompt(self.source.prompt_logprobs)
         return Json({**value, "usage": self.source.usage.to_json()})
 
+    def _message(self, index: int, choice: Choice) -> dict[str, Any]:
+        parts = self.parts(index, choice.text, final=True)
+        calls = self._calls[index].whole(part for part in parts if part.kind in ("call", "arguments"))
+        text = joined_text(parts, "content")
+        message = {"role": "assistant", "content": None if calls and not text else text, "refusal": None}
+        return {**message, **_reasoning(joined_text(parts, "reasoning")), **({"tool_calls": calls} if calls else {})}
+
+    def _finish(self, index: int, reason: str | None) -> str | None:
+        return "tool_calls" if reason == "stop" and self._calls[index].count else reason
+
     def chunks(self, delta: Delta) -> Iterator[Sse]:
-        """Yield the events of a delta: the text, then the end of the sequence."""
+        """Yield the events of a delta: its parts, then the end of the sequence."""
         body, index = self.body, delta.index
+        begins = index not in self._parsers
+        deltas = [self._delta(index, part) for part in self.parts(index, delta.text, final=bool(delta.finish_reason))]
         logprobs = None if body.num_logprobs is None else self.shapes.chat(delta.logprobs)
         rest = {"logprobs": logprobs, **body.token_ids_of(delta.token_ids)}
-        choices: list[dict[str, Any]] = []
-        if delta.text or index not in self._begun:
-            role = {} if index in self._begun else {"role": "assistant"}
-            self._begun.add(index)
-            content = {**role, "content": delta.text}
-            prompts = self._prompts(index) if role else {}
-            choices.append({"index": index, "delta": content, "finish_reason": None, **rest, **prompts})
-            rest = {"logprobs": None, **body.token_ids_of(())}
+        if begins:
+            first = deltas[0] if deltas else {"content": ""}
+            nothing = {"content": None} if "tool_calls" in first else {}
+            deltas[:1] = [{"role": "assistant", **nothing, **first}]
+        elif not deltas and delta.finish_reason is None and (logprobs or body.return_token_ids):
+            deltas = [{}]  # the text is held back, its tokens are not
+        choices: list[dict[str, Any]] = [{"index": index, "delta": one, "finish_reason": None} for one in deltas]
         if delta.finish_reason is not None:
-            choices.append({"index": index, "delta": {}, "finish_reason": delta.finish_reason, **rest})
-        for choice in choices:
-            yield Sse({**self.head, "choices": [choice], **body.chunk_usage(self.source.usage)})
+            choices.append({"index": index, "delta": {}, "finish_reason": self._finish(index, delta.finish_reason)})
+        for number, choice in enumerate(choices):
+            extra = rest if number == 0 else {"logprobs": None, **body.token_ids_of(())}
+            prompts = self._prompts(index) if begins and number == 0 else {}
+            event = {**choice, **extra, **prompts}
+            yield Sse({**self.head, "choices": [event], **body.chunk_usage(self.source.usage)})
+
+    def _delta(self, index: int, part: AnswerPart) -> dict[str, Any]:
+        if part.kind == "content":
+            return {"content": part.text}
+        if part.kind == "reasoning":
+            return _reasoning(part.text)
+        return {"tool_calls": [self._calls[index].delta(part)]}
 
     def _prompts(self, index: int) -> dict[str, Any]:
-        return processed_prompts(self.text, self.source.job) if self.body.return_prompts and index == 0 else {}
+        text = self.service.text
+        return processed_prompts(text, self.source.job) if self.body.return_prompts and index == 0 else {}
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """Return reasoning by both of its names: DeepSeek's, read by most clients, and vLLM's newer one."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
 def collect_media(messages: list[Message], kind: MediaKind | None, model: str) -> list[MediaSource]:
@@ -165,32 +225,71 @@ def template_messages(messages: list[Message], with_media: bool) -> list[dict[st
             ]
         else:
             content = "\n".join(part.text for part in message.content if isinstance(part, TextPart))
-        rendered.append({"role": role, "content": content})
+        rendered.append({"role": role, "content": content, **_further(message)})
     return rendered
+
+
+def _further(message: Message) -> dict[str, Any]:
+    """Return the fields of calls, results and reasoning for a chat template."""
+    found: dict[str, Any] = {}
+    if message.role == "tool":
+        found = {"tool_call_id": message.tool_call_id, "name": message.name}
+    elif message.tool_calls:
+        calls = message.tool_calls
+        found["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": call.function.for_template()} for call in calls
+        ]
+    reasoning = message.reasoning_content or message.reasoning
+    if reasoning is not None and message.role == "assistant":
+        found["reasoning_content"] = reasoning
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def make_prompt(text: TextProcessor, dialect: Dialect, body: ChatRequest) -> tuple[list[int], bool | None]:
+    """Return the prompt of a conversation, and `opened` as in ChatAnswer.
+
+    An answer that may not think, by choice or because of its form, begins behind the end of reasoning.
+    Raises TriptychError("invalid_request") where the template refuses, and as `TextProcessor.encode_chat` does.
+    """
+    messages = template_messages(body.messages, text.info.media_kind is not None)
+    tools, variables = body.template_tools(), body.template_variables()
+    if not dialect.knows_tools and (tools or any(one.tool_calls or one.role == "tool" for one in body.messages)):
+        messages, tools = explained(messages, tools), []
+    prompt = text.chat_text(
+        messages,
+        tools=tools,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        chat_template_kwargs=variables,
+    )
+    opened = None
+    if dialect.thinks:
+        opened = prompt.rstrip().endswith(BEGIN)
+        if variables.get("enable_thinking") is False:
+            prompt = f"{prompt.rstrip()}\n\n{END}\n\n" if opened else prompt
+            opened = None
+    return text.encode_chat(prompt), opened
 
 
 async def _generate(
     service: Service, context: RequestContext, tickets: RequestTickets, body: ChatRequest, media: list[MediaItem]
-) -> TextStream:
+) -> tuple[TextStream, bool | None]:
+    """Return the text of an answer, and `opened` as in ChatAnswer."""
     for name in ("language", "decoder_prompt"):
         if getattr(body, name) is not None:
             raise invalid(f"{name} is for speech models, {service.model_name} is none", name)
-    messages = template_messages(body.messages, service.info.media_kind is not None)
-    prompt = await asyncio.to_thread(
-        service.text.render_chat,
-        messages,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=bool(body.continue_final_message),
-        chat_template_kwargs=body.chat_template_kwargs,
-    )
+    prompt, opened = await asyncio.to_thread(make_prompt, service.text, service.dialect, body)
     slots = make_slots(media, service.text.placeholder_indices(prompt, len(media)))
     limit = service.token_limit(len(prompt), body.max_completion_tokens or body.max_tokens, "messages")
     sampling = body.sampling(service.text, limit, service.sampling_defaults)
     if sampling.prompt_logprobs is not None:
         check_prompt_logprobs(sampling.prompt_logprobs, len(prompt))
     job = Job(context.id, prompt, sampling, slots, media, body.priority or 0, body.field_of)
-    skip_special_tokens = body.skip_special_tokens is not False
-    return service.generate(job, context, tickets.acquire(), skip_special_tokens=skip_special_tokens)
+    marks = {BEGIN, END} if opened is not None else set()
+    if body.usable_tools and service.dialect.call_parser is not None and not body.forces_call:
+        marks.add(service.dialect.call_parser.marker)
+    skips = body.skip_special_tokens is not False and not marks & service.special_texts
+    return service.generate(job, context, tickets.acquire(), skip_special_tokens=skips), opened
 
 
 def _transcribe(
@@ -206,6 +305,7 @@ def _transcribe(
         ("chat_template_kwargs", body.chat_template_kwargs),
         ("continue_final_message", body.continue_final_message),
         ("add_generation_prompt", body.add_generation_prompt is False),
+        ("tools", body.usable_tools),
     ):
         if used:
             message = f"{name} is not available for a speech model: a clip has one transcript, and no template"

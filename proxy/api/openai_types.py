@@ -22,6 +22,8 @@ from pydantic import (
 from common.errors import TriptychError, invalid
 from common.sampling_params import MAX_LOGPROBS
 from proxy.api.sampling_fields import GenerationRequest, list_tag
+from proxy.api.structured import Constraint
+from proxy.api.tools import ToolCall, ToolFields
 from proxy.server.errors import FIRST_ERROR, from_validation
 from proxy.server.request_context import RequestContext
 
@@ -128,25 +130,36 @@ Content = Annotated[
 
 
 class Message(BaseModel):
-    """Turn of a conversation. Only an assistant's turn may lack `content`."""
+    """Turn of a conversation. Only an assistant's turn may lack `content`.
+
+    An assistant's `reasoning_content` (of vLLM also `reasoning`) goes to the chat template.
+    """
 
     model_config = ConfigDict(extra="allow")
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None
     name: str | None = None
+    tool_calls: Annotated[list[ToolCall], FIRST_ERROR] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> Message:
         if self.content is None and self.role != "assistant":
             raise ValueError("content is missing")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("tool_call_id is missing: the id of the call that this is the result of")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls belong to an assistant's message")
         for name, value in (self.model_extra or {}).items():
             if value not in (None, [], {}):
                 raise invalid(f"{name} in a message is not supported", f"messages.{name}")
         return self
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(ToolFields, GenerationRequest):
     """POST /v1/chat/completions.
 
     `language` is the spoken language, for speech models; detected by default. Their `decoder_prompt` says it, too.
@@ -161,6 +174,7 @@ class ChatRequest(GenerationRequest):
     continue_final_message: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
     @field_validator("decoder_prompt")
     @classmethod
@@ -172,11 +186,35 @@ class ChatRequest(GenerationRequest):
     @model_validator(mode="after")
     def _check(self) -> ChatRequest:
         num_parts = sum(len(one.content) for one in self.messages if isinstance(one.content, list))
+        num_parts += sum(len(one.tool_calls or ()) for one in self.messages)
         if num_parts > MAX_MESSAGES:
             raise invalid(f"the messages have {num_parts} parts, at most {MAX_MESSAGES} are allowed", "messages")
         if self.top_logprobs and not self.logprobs:
             raise invalid(f"top_logprobs is {self.top_logprobs}, which needs logprobs to be true", "top_logprobs")
+        self.check_tools()
         return self
+
+    def constraint(self) -> Constraint | None:
+        """Return the constraint of the output: of calls that must come, else of the text, if any.
+
+        A `response_format` is about text, and counts only where text may come.
+        """
+        forced = self.call_constraint()
+        if forced is None:
+            return super().constraint()
+        form = None if self.response_format is not None else super().constraint()
+        if form is not None:
+            raise invalid(f"{form.field} cannot be used together with tool_choice, which asks for a call", form.field)
+        return forced
+
+    def template_variables(self) -> dict[str, Any]:
+        """Return variables for the chat template. A constrained answer does not think: its form is that of the text."""
+        variables = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", self.reasoning_effort)
+        if self.reasoning_effort == "none" or self.constraint() is not None:
+            variables["enable_thinking"] = False
+        return variables
 
     @property
     def num_logprobs(self) -> int | None:

@@ -102,6 +102,11 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> ModelInfo:
 
 
 @pytest.fixture(scope="session")
+def long_text_model(tmp_path_factory: pytest.TempPathFactory) -> ModelInfo:
+    return load_model_info(str(make_text_model(tmp_path_factory.mktemp("models") / "long", context=4096)))
+
+
+@pytest.fixture(scope="session")
 def whisper_model(tmp_path_factory: pytest.TempPathFactory) -> ModelInfo:
     return load_model_info(str(make_speech_model(tmp_path_factory.mktemp("models") / "tiny-whisper")))
 

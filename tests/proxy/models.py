@@ -23,13 +23,13 @@ _SPEECH_TOKENS = (
 )
 
 
-def make_text_model(folder: Path) -> Path:
-    """A Llama with a chat template and a context of 128 tokens."""
+def make_text_model(folder: Path, context: int = 128) -> Path:
+    """A Llama with a chat template and a context of so many tokens."""
     folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         (folder / name).write_bytes((_SOURCE / name).read_bytes())
     config = json.loads((_SOURCE / "config.json").read_text())
-    llama = {**config["text_config"], "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 128}
+    llama = {**config["text_config"], "architectures": ["LlamaForCausalLM"], "max_position_embeddings": context}
     (folder / "config.json").write_text(json.dumps(llama))
     return folder
 

@@ -18,6 +18,7 @@ from common.errors import TriptychError
 from common.sampling_params import Grammar, SamplingParams
 from engine.sampling.grammar import MAX_TEXT_BYTES, GrammarCompiler
 from engine.sampling.sampler import Sampler
+from proxy.conversation.forced import CallList, call_grammar
 from tests.engine.sampling.sampled import SequenceUnderTest, make_info, make_sequence
 from tests.tiny_models import CHAT_SPECIALS, FIRST_SPECIAL, save_chat_tokenizer
 
@@ -373,3 +374,25 @@ def test_where_no_thread_can_be_had_a_grammar_is_refused_as_overload(
         sampler.check(SamplingParams(grammar=Grammar("regex", "never seen before")))
     assert caught.value.info.code == "overloaded"
     assert threading.stack_size() == size
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_forced_calls_are_valid_calls_of_the_tools(sampler: Sampler, seed: int) -> None:
+    referring = {"properties": {"who": {"$ref": "#/$defs/person"}}, "required": ["who"], "additionalProperties": False}
+    tools = {
+        "ask": {**referring, "$defs": {"person": SCHEMA}},
+        "tell": {"type": "object", "additionalProperties": False},
+    }
+
+    def calls(grammar: Grammar) -> list[dict[str, Any]]:
+        return json.loads(generate(sampler, make_sequence(grammar=grammar, max_tokens=5000), seed, limit=5000))
+
+    found = calls(call_grammar(tools))
+    assert 1 <= len(found) <= 16
+    for call in found:
+        assert set(call["parameters"]) == ({"who"} if call["name"] == "ask" else set())
+    parts = CallList().feed(json.dumps(found), final=True)
+    assert [part.text for part in parts if part.kind == "call"] == [call["name"] for call in found]
+    assert len(calls(call_grammar(tools, single=True))) == 1
+    named = calls(call_grammar(tools, "ask"))
+    assert set(named["who"]) == {"name", "age"}

@@ -1,0 +1,176 @@
+"""Parsers of an assistant's turn: the parts found, however the text is cut."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from proxy.conversation.answer import AnswerParser
+from proxy.conversation.calls import CALL_PARSERS
+from proxy.conversation.forced import CallList, NamedCall
+from proxy.conversation.parts import merged
+from proxy.conversation.thinking import ThinkParser
+
+TOOLS = {
+    "get_weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    "now": None,
+}
+ROME = ("call", "get_weather"), ("arguments", '{"city": "Rome"}')
+NOW = ("call", "now"), ("arguments", "{}")
+PIECES = [
+    *(
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "[TOOL_CALLS]",
+        "<|python_tag|>",
+        "[ARGS]",
+        ";",
+        "[",
+        "]",
+        ",",
+    ),
+    *("<function=now>", "</function>", "<function=get_weather>", "<parameter=city>", "</parameter>", "Rome", "\n"),
+    *(' {"name": "now", "arguments": {}}', '{"name": "get_weather", "parameters": {"city": "}{\\"<"}}', "{", "}", '"'),
+    *("now", "get_weather", '{"city": "Rome"}', "\\", "<", " ", "Sure. ", '"parameters": {'),
+]
+
+
+def parts_of(pieces, thinking, calls):
+    parser = AnswerParser(thinking, calls)
+    found = [part for piece in pieces for part in parser.feed(piece)]
+    return [(part.kind, part.text) for part in merged([*found, *parser.feed("", final=True)])]
+
+
+def calls_of(name, text, **options):
+    whole = parts_of([text], None, CALL_PARSERS[name](TOOLS, **options))
+    assert parts_of(text, None, CALL_PARSERS[name](TOOLS, **options)) == whole
+    return whole
+
+
+PARSERS = {
+    **{name: lambda kind=kind: (None, kind(TOOLS)) for name, kind in CALL_PARSERS.items()},
+    "thinking, then hermes": lambda: (ThinkParser(opened=False), CALL_PARSERS["hermes"](TOOLS)),
+    "opened, one call": lambda: (ThinkParser(opened=True), CALL_PARSERS["mistral"](TOOLS, single=True)),
+    "a list of calls": lambda: (None, CallList()),
+    "a named call": lambda: (ThinkParser(opened=True), NamedCall("now")),
+}
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@settings(max_examples=150, deadline=None)
+@given(text=st.lists(st.sampled_from(PIECES), max_size=12).map("".join), cuts=st.lists(st.integers(0, 200), max_size=6))
+def test_any_cuts_of_a_text_give_the_same_parts(name, text, cuts):
+    whole = parts_of([text], *PARSERS[name]())
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    assert parts_of([text[a:b] for a, b in pairwise(edges)], *PARSERS[name]()) == whole
+    assert parts_of(text, *PARSERS[name]()) == whole
+
+
+@pytest.mark.parametrize("name", CALL_PARSERS)
+@settings(max_examples=100, deadline=None)
+@given(text=st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
+def test_text_without_a_valid_call_stays_as_it_is(name, text):
+    parts = calls_of(name, text)
+    if all(kind == "content" for kind, _ in parts):
+        assert "".join(text for _, text in parts) == text
+    for kind, value in parts:
+        assert kind != "call" or value in TOOLS
+        assert kind != "arguments" or isinstance(json.loads(value), dict)
+
+
+def test_hermes_calls_stand_between_tags_behind_text():
+    text = 'I look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    assert calls_of("hermes", text) == [("content", "I look."), *ROME]
+    assert calls_of("hermes", f'{text}\n<tool_call>{{"name": "now", "arguments": {{}}}}') == [
+        ("content", "I look."),
+        *ROME,
+        *NOW,
+    ]
+    assert calls_of("hermes", text + text, single=True) == [("content", "I look."), *ROME, ("content", "I look.")]
+
+
+def test_a_tag_within_an_argument_does_not_end_a_call():
+    call = {"name": "get_weather", "arguments": {"city": '</tool_call> \\ " {'}}
+    [(_, name), (_, arguments)] = calls_of("hermes", f"<tool_call>{json.dumps(call)}</tool_call>\n")
+    assert (name, json.loads(arguments)) == ("get_weather", call["arguments"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "now", "arguments": []}</tool_call>',
+        '<tool_call>{"name": "now", "arguments": {}</tool_call>',
+        "<tool_call>now</tool_call>",
+        "a <tool_call",
+        '{"name": "now", "arguments": {}}',
+    ],
+)
+def test_malformed_calls_stay_text(text):
+    assert calls_of("hermes", text) == [("content", text)]
+
+
+def test_a_call_behind_a_malformed_one_is_found():
+    text = '<tool_call>{"name": 1}</tool_call><tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    assert calls_of("hermes", text) == [("content", '<tool_call>{"name": 1}</tool_call>'), *NOW]
+
+
+def test_llama_calls_are_the_answer_or_follow_the_python_tag():
+    call, other = '{"name": "get_weather", "parameters": {"city": "Rome"}}', '{"name": "now", "parameters": {}}'
+    assert calls_of("llama3_json", f"{call}; {other}") == [*ROME, *NOW]
+    assert calls_of("llama3_json", f"\nSo: <|python_tag|>{call}") == [("content", "\nSo:"), *ROME]
+    assert calls_of("llama3_json", '{"a": 1}') == [("content", '{"a": 1}')]
+    assert calls_of("llama3_json", f"As in {call}") == [("content", f"As in {call}")]
+
+
+def test_mistral_calls_are_a_list_or_follow_their_names():
+    listed = '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Rome"}}, {"name": "now", "arguments": {}}]'
+    assert calls_of("mistral", listed) == [*ROME, *NOW]
+    assert calls_of("mistral", listed, single=True) == [*ROME]
+    assert calls_of("mistral", '[TOOL_CALLS]get_weather[ARGS]{"city": "Rome"}[TOOL_CALLS]now{}') == [*ROME, *NOW]
+    assert calls_of("mistral", "[TOOL_CALLS]now[CALL_ID]a1B2[ARGS]{}") == [*NOW]
+
+
+def test_xml_values_take_the_type_that_the_schema_gives_them():
+    text = """<tool_call>
+<function=get_weather>
+<parameter=city>
+17
+</parameter>
+<parameter=days>
+3
+</parameter>
+</function>
+</tool_call>"""
+    assert calls_of("qwen3_coder", text) == [("call", "get_weather"), ("arguments", '{"city": "17", "days": 3}')]
+
+
+def test_reasoning_comes_first_without_the_blanks_around():
+    def parts(text, opened=False):
+        whole = parts_of([text], ThinkParser(opened=opened), None)
+        assert parts_of(text, ThinkParser(opened=opened), None) == whole
+        return whole
+
+    answer = [("reasoning", "two plus\n\ntwo"), ("content", "Four. <think>x</think>")]
+    text = "two plus\n\ntwo\n</think>\n\nFour. <think>x</think>"
+    assert parts(f"\n<think>\n{text}") == answer
+    assert parts(text, opened=True) == answer
+    assert parts(f"<think>\n{text}", opened=True) == answer
+    assert parts("<think>\n\n</think>\n\nFour.") == [("content", "Four.")]
+    assert parts("Four. <think>x</think>") == [("content", "Four. <think>x</think>")]
+    assert parts("two plus </thin", opened=True) == [("reasoning", "two plus </thin")]
+
+
+def test_forced_calls_pass_arguments_on_as_they_come():
+    calls = CallList()
+    assert calls.feed('[{"name": "get_weather", "par') == []
+    assert [part.text for part in calls.feed('ameters": {"city": "R')] == ["get_weather", '{"city": "R']
+    assert [part.text for part in calls.feed('o]me"}},{"name": "now", "parameters": {}')] == ['o]me"}', "now", "{}"]
+    assert calls.feed("}]", final=True) == []
+    assert parts_of(["a red sign"], None, CallList()) == [("content", "a red sign")]
