@@ -24,6 +24,9 @@ MAX_TEXT_BYTES: Final = 64 * 2**10
 """Cap of a grammar's text."""
 MAX_CACHED: Final = 32
 """Compiled grammars kept for further requests, the least recently used go first."""
+_COMPACT: Final = {"whitespace_flexible": False}
+"""JSON without blanks: where they are allowed, a small model writes newlines to its limit. A schema's own `x-guidance`
+wins."""
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -133,11 +136,13 @@ class GrammarCompiler:
 
 
 def _to_llguidance(grammar: Grammar) -> str:
-    if grammar.kind == "json_object":
-        return llguidance.grammar_from("json_schema", '{"type": "object"}')
     if grammar.kind == "choice":
         _check_choices(grammar)
     try:
+        if grammar.kind in ("json_object", "json_schema"):
+            schema = '{"type": "object"}' if grammar.kind == "json_object" else grammar.text
+            schema = "{}" if schema.strip() == "true" else schema  # options need an object
+            return str(llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=_COMPACT))
         return llguidance.grammar_from(grammar.kind, grammar.text)
     except (ValueError, RecursionError) as error:
         raise _refused(grammar, str(error)) from error
