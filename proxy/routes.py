@@ -14,7 +14,7 @@ from common.keys import api_keys
 from proxy.api.chat import chat_completions
 from proxy.api.completions import completions
 from proxy.api.transcriptions import transcriptions
-from proxy.page import overview
+from proxy.page.routes import add_page
 from proxy.server.errors import RETRY_AFTER_S
 from proxy.server.request_context import Endpoint
 from proxy.service import Problem, Service
@@ -42,6 +42,8 @@ def make_router(service: Service) -> APIRouter:
     generates("/v1/audio/transcriptions", "trsc", partial(transcriptions, service))
     generates("/v1/audio/translations", "trsl", partial(transcriptions, service, task="translate"))
 
+    add_page(router, service)
+
     @router.get("/v1/models")
     async def _models() -> dict[str, Any]:
         return {"object": "list", "data": [_model(service)]}
@@ -50,14 +52,6 @@ def make_router(service: Service) -> APIRouter:
     async def _one_model(model: str) -> dict[str, Any]:
         service.check_model(model)
         return _model(service)
-
-    @router.get("/v1/cluster")
-    async def _cluster() -> dict[str, Any]:
-        return overview.cluster(service)
-
-    @router.get("/v1/requests")
-    async def _requests(request: Request) -> dict[str, Any]:
-        return overview.requests(service, request.query_params.get("limit"))
 
     @router.get("/v1/requests/{request_id}/timeline")
     async def _timeline(request_id: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 path                      with keys configured          without
 /health, /ready           open                          open
 /metrics                  a key; open with `metrics_without_key`    open
+/, /page/NAME             open: files without anything of the cluster   open
 /drain, /switch           the cluster's token           this machine
 all others                a key                         open
 
@@ -52,7 +53,7 @@ def proxy_guard(settings: Settings) -> Guard:
     """Return the guard of the OpenAI API. Raises TriptychError("invalid_request") for a key file without keys."""
     keys = api_keys(settings)
     is_open, open_paths = not keys, _open_paths(settings)
-    return lambda path, header, client: is_open or path in open_paths or keys.accepts(header)
+    return lambda path, header, client: is_open or path in open_paths or _is_page(path) or keys.accepts(header)
 
 
 def worker_guard(settings: Settings) -> Guard:
@@ -73,6 +74,11 @@ def worker_guard(settings: Settings) -> Guard:
 def serves_anybody(settings: Settings) -> bool:
     """Return whether the API listens beyond this machine and asks for no key."""
     return settings.host not in LOOPBACK_HOSTS and not api_keys(settings)
+
+
+def _is_page(path: str) -> bool:
+    """Return whether a proxy's path is of its page, which asks for a key itself."""
+    return path == "/" or path.startswith("/page/")
 
 
 def _open_paths(settings: Settings) -> frozenset[str]:

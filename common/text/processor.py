@@ -114,6 +114,10 @@ class TextProcessor:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
     def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn. Arguments and errors are those of `chat_text`.
 

@@ -41,7 +41,7 @@ def cluster(service: Service) -> dict[str, Any]:
         "model": service.model_name,
         "architecture": info.architecture,
         "media": [info.media_kind] if info.media_kind in ("image", "audio") else [],
-        "chats": info.media_kind != "text",
+        "chats": info.media_kind != "text" and (service.transcribes or service.text.has_chat_template),
         "transcribes": service.transcribes,
         "max_model_len": service.max_model_len,
         "version": _version(),

@@ -1,0 +1,31 @@
+"""Routes of the page and of the JSON that the page reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from proxy.page import assets, overview
+from proxy.service import Service
+
+
+def add_page(router: APIRouter, service: Service) -> None:
+    files = assets.read_files()
+
+    @router.get("/")
+    async def _page() -> Response:
+        return assets.find(files, "index.html")
+
+    @router.get("/page/{name}")
+    async def _file(name: str) -> Response:
+        return assets.find(files, name)
+
+    @router.get("/v1/cluster")
+    async def _cluster() -> dict[str, Any]:
+        return overview.cluster(service)
+
+    @router.get("/v1/requests")
+    async def _requests(request: Request) -> dict[str, Any]:
+        return overview.requests(service, request.query_params.get("limit"))
