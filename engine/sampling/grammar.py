@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from typing import Final
+from typing import Any, Final, cast
 
 import llguidance
 import numpy as np
@@ -24,7 +24,7 @@ MAX_TEXT_BYTES: Final = 64 * 2**10
 """Cap of a grammar's text."""
 MAX_CACHED: Final = 32
 """Compiled grammars kept for further requests, the least recently used go first."""
-_COMPACT: Final = {"whitespace_flexible": False}
+_COMPACT: Final[Any] = {"whitespace_flexible": False}
 """JSON without blanks: where they are allowed, a small model writes newlines to its limit. A schema's own `x-guidance`
 wins."""
 
@@ -143,7 +143,7 @@ def _to_llguidance(grammar: Grammar) -> str:
             schema = '{"type": "object"}' if grammar.kind == "json_object" else grammar.text
             schema = "{}" if schema.strip() == "true" else schema  # options need an object
             return str(llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=_COMPACT))
-        return llguidance.grammar_from(grammar.kind, grammar.text)
+        return llguidance.grammar_from(cast(Any, grammar.kind), grammar.text)
     except (ValueError, RecursionError) as error:
         raise _refused(grammar, str(error)) from error
 
