@@ -247,6 +247,10 @@ class Settings(BaseSettings):
     max_body_bytes: Size = _setting(ByteSize(128 * 2**20), "Largest HTTP request body.", "API", ge=1)
     max_media_bytes: Size = _setting(ByteSize(32 * 2**20), "Largest image or audio file.", "API", ge=1)
     max_media_items: int = _setting(16, "Images and audio files in one request.", "API", ge=1)
+    max_video_bytes: Size = _setting(ByteSize(64 * 2**20), "Largest video file, 64MiB at most.", "API", ge=1)
+    max_video_seconds: float = _setting(3600.0, "Longest video.", gt=0)
+    max_video_frames: int = _setting(768, "Frames of one video that a model may be shown.", ge=1)
+    max_video_pixels: int = _setting(3840 * 2160, "Pixels of one frame of a video.", ge=1)
     media_timeout_s: float = _setting(10.0, "Longest fetch of one media URL, in seconds.", gt=0)
     allowed_media_schemes: Annotated[tuple[MediaScheme, ...], NoDecode] = _setting(
         ("data", "http", "https"), "Schemes that media URLs may have, separated by commas.", "API", metavar="SCHEME,…"

@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 from common.errors import TriptychError
 
-MediaKind = Literal["image", "audio", "text"]
+MediaKind = Literal["image", "audio", "text", "video"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Family:
     is_encoder_decoder  exactly one input per request, which the decoder reaches by cross-attention alone
     cross_attention     the decoder reads inputs by cross-attention instead of by replaced embeddings
     placeholder         key of the token that stands for one media item in a prompt; empty where prompts have none
+    video               processor of videos, for the same encoder; empty where the family takes none. The key of their
+                        placeholder is `video_token_id`
     placeholder_text    what templates and users write for an item, and the text with the placeholder in its place
     decoder_length      key of the longest decoder sequence, in tokens
     encoder_length      key of the longest encoder output of one input, in rows; empty: as long as the context
@@ -44,6 +46,7 @@ class Family:
     is_encoder_decoder: bool = False
     cross_attention: bool = False
     placeholder: str = ""
+    video: str = ""
     placeholder_text: tuple[str, str] | None = None
     decoder_length: str = "max_position_embeddings"
     encoder_length: str = ""
@@ -52,6 +55,7 @@ class Family:
     prompt_bos: str = ""
 
 
+_QWEN_VIDEO: Final = "engine.processors.qwen_video:QwenVideoProcessor"
 FAMILIES: Final[tuple[Family, ...]] = (
     Family("llama", ("LlamaForCausalLM",)),
     Family("qwen2", ("Qwen2ForCausalLM",)),
@@ -76,6 +80,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
         processor="engine.processors.qwen_vl:QwenVLProcessor",
         media_kind="image",
         placeholder="image_token_id",
+        video=_QWEN_VIDEO,
     ),
     Family(
         "llava",
@@ -108,6 +113,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
         processor="engine.processors.qwen_vl:QwenVLProcessor",
         media_kind="image",
         placeholder="image_token_id",
+        video=_QWEN_VIDEO,
     ),
     Family(
         "qwen3_vl",
@@ -117,6 +123,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
         processor="engine.processors.qwen_vl:QwenVLProcessor",
         media_kind="image",
         placeholder="image_token_id",
+        video=_QWEN_VIDEO,
     ),
     Family(
         "qwen2_audio",

@@ -23,7 +23,7 @@ from common.errors import ErrorInfo, invalid
 from common.families import MediaKind as MediaKind
 from common.sampling_params import SamplingParams
 
-PROTOCOL_VERSION: Final = 11
+PROTOCOL_VERSION: Final = 12
 MAX_CONTROL_BYTES: Final = 16 * 2**20
 """Cap of a message without media."""
 MAX_MEDIA_BYTES: Final = 64 * 2**20
@@ -256,14 +256,18 @@ class InputLayout(msgspec.Struct, frozen=True):
 
     `num_encoder_tokens` rows come out of the encoder; `expansion` (runs of token id, count) replaces the placeholder
     token in the prompt. The two counts are separate facts: a model may put separator tokens into the expansion.
-    `grid` is the (time, height, width) patch grid after merging, for models with 3-D rotary positions. The text after
-    the input sees the first `num_visible_tokens` rows, or all for None.
+    `grid` is the (time, height, width) patch grid after merging of each run of placeholders, for models with 3-D rotary
+    positions; `times` are the positions in time, 0, 1, 2 and so on for None. `continues`: positions count from the
+    begin of the input before, of the same height and width. The text after the input sees the first
+    `num_visible_tokens` rows, or all for None.
     """
 
     num_encoder_tokens: Count
     expansion: list[tuple[int, int]]
     grid: tuple[int, int, int] | None = None
     num_visible_tokens: Count | None = None
+    times: list[Count] | None = None
+    continues: bool = False
 
 
 class Offer(msgspec.Struct, frozen=True, tag="offer"):

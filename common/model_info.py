@@ -182,6 +182,12 @@ class ModelInfo:
         return self.family.media_kind
 
     @cached_property
+    def media_kinds(self) -> tuple[MediaKind, ...]:
+        """All kinds of media for the encoder."""
+        kind = self.family.media_kind
+        return () if kind is None else (kind, "video") if self.family.video else (kind,)
+
+    @cached_property
     def max_model_len(self) -> int:
         config, key, default = self.text_config, self.family.decoder_length, self.family.default_length
         return default if default is not None and config.get(key) is None else int(config[key])
@@ -204,6 +210,16 @@ class ModelInfo:
     def placeholder_token_id(self) -> int | None:
         """The token in place of each media item of a rendered prompt; None for models without placeholders."""
         return int(self.config[self.family.placeholder]) if self.family.placeholder else None
+
+    @cached_property
+    def placeholders(self) -> dict[int, MediaKind]:
+        """The tokens in place of media items of a rendered prompt, with the kinds of media."""
+        tokens = ((self.placeholder_of(kind), kind) for kind in self.media_kinds)
+        return {token: kind for token, kind in tokens if token is not None}
+
+    def placeholder_of(self, kind: MediaKind) -> int | None:
+        """The token in place of an item of this kind; None for models without placeholders."""
+        return int(self.config["video_token_id"]) if kind == "video" else self.placeholder_token_id
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import msgspec
 import numpy as np
+from PIL import Image
 from pydantic import ValidationError
 
 from common.config import EngineConfig, GenerationConfigSource, explain
@@ -88,8 +89,8 @@ class RequestOutput:
     """A finished request with its sequences in index order.
 
     `num_prompt_tokens` counts the media too, `num_cached_tokens` those found in the prefix cache; `prompt_token_ids`
-    has one placeholder per media item. Of an encoder-decoder model it is the decoder prompt as it was processed, and
-    the encoder prompt stands beside it; texts are None where none was given.
+    has one placeholder per media item, of a video one per piece. Of an encoder-decoder model it is the decoder prompt
+    as it was processed, and the encoder prompt stands beside it; texts are None where none was given.
     """
 
     request_id: str
@@ -193,8 +194,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation (a list of messages) or several.
 
-        Parts {"type": "image", "image": ...} and {"type": "audio", "audio": ...} are media. Prompts are made and
-        returned as `TextProcessor.render_chat` and `generate` do.
+        Parts {"type": "image", "image": ...} and those of the types "audio" and "video" are media. A video is given as
+        bytes, a path, its frames, or (frames, frames per second). Prompts are made and returned as
+        `TextProcessor.render_chat` and `generate` do.
         """
         if conversations and isinstance(conversations[0], dict):
             conversations = [conversations]
@@ -344,13 +346,45 @@ class LLM:
         parsed = parse_prompt(prompt, self.info, self.text)
         if parsed.encoder_prompt_token_ids is not None:
             return parsed, [("text", encode_tokens(parsed.encoder_prompt_token_ids))]
-        media: list[tuple[MediaKind, bytes]] = []
+        kinds, media = self.info.media_kinds, dict[str, list[list[bytes]]]()
         for given, items in parsed.multi_modal_data.items():
-            kind, many = self.info.media_kind, items if isinstance(items, list) else [items]
-            if many and (kind is None or given != kind):
+            many = items if isinstance(items, list) else [items]
+            if many and given not in kinds:
                 raise TriptychError("invalid_request", f"{self.info.name} takes no {given}", "multi_modal_data")
-            media.extend((cast(MediaKind, given), _media_bytes(item)) for item in many)
-        return parsed, media
+            media[given] = [self._video_pieces(item) if given == "video" else [_media_bytes(item)] for item in many]
+        if len(kinds) < 2:
+            return parsed, [(kinds[0], item) for items in media.values() for [item] in items]
+        return self._in_order(parsed, media)
+
+    def _in_order(
+        self, parsed: ParsedPrompt, media: Mapping[str, list[list[bytes]]]
+    ) -> tuple[ParsedPrompt, list[tuple[MediaKind, bytes]]]:
+        """Return media of several kinds in the order of their placeholders, of a video one for each piece."""
+        ids = parsed.prompt_token_ids
+        self.text.placeholder_indices(ids, sum(map(len, media.values())))
+        kinds = [self.info.placeholders[token] for token in ids if token in self.info.placeholders]
+        for kind in self.info.media_kinds:
+            if kinds.count(kind) != len(media.get(kind, ())):
+                message = f"the prompt has {kinds.count(kind)} placeholders of {kind}, for {len(media.get(kind, ()))}"
+                raise invalid(message, "multi_modal_data")
+        remaining = {kind: iter(items) for kind, items in media.items()}
+        items = [(kind, next(remaining[kind])) for kind in kinds]
+        ids = self.text.repeat_placeholders(ids, [len(pieces) for _, pieces in items])
+        return replace(parsed, prompt_token_ids=ids), [(kind, piece) for kind, pieces in items for piece in pieces]
+
+    def _video_pieces(self, item: Any) -> list[bytes]:
+        """Return the pieces of a video given as bytes, a path, frames, or (frames, frames per second)."""
+        from common.media import video_rules, videos  # imports PyAV
+
+        rules = video_rules.read_rules(self.info)
+        if isinstance(item, bytes | str | Path):
+            limits = videos.VideoLimits(max_tokens=self.decoder.runner.max_model_len)
+            return videos.cut(item if isinstance(item, bytes) else str(item), rules, limits, "the video")
+        frames, fps = item if isinstance(item, tuple) else (item, rules.fps or 2.0)
+        images = [frame if isinstance(frame, Image.Image) else Image.fromarray(np.asarray(frame)) for frame in frames]
+        if len({image.size for image in images}) != 1:
+            raise TriptychError("bad_media", "the frames of a video have one size, and there is one at least")
+        return videos.of_frames([_media_bytes(image.convert("RGB")) for image in images], images[0].size, fps, rules)
 
     def _offer(self, request_id: str, input_id: int) -> None:
         """Preprocess an input and offer the result to the decoder, as an encoder worker would."""
@@ -440,7 +474,7 @@ def _chat_prompt(
         content = message["content"]
         if not isinstance(content, str):
             for part in content:
-                if part["type"] in ("image", "audio"):
+                if part["type"] in ("image", "audio", "video"):
                     media.setdefault(part["type"], []).append(part[part["type"]])
             content = [{k: v for k, v in part.items() if k in ("type", "text")} for part in content]
         rendered.append({**message, "content": content})

@@ -37,6 +37,7 @@ from proxy.dispatch.worker_pool import WorkerPool
 from proxy.media.audio import AudioWindows
 from proxy.media.fetch import Fetcher
 from proxy.media.intake import MediaIntake
+from proxy.media.videos import VideoCutter
 from proxy.routes import make_router
 from proxy.server import errors
 from proxy.server.limits import ByteBudget
@@ -122,7 +123,10 @@ async def connected(service: Service, port: int) -> AsyncIterator[None]:
     """Open the connections of `service` (broker, workers, media downloads), and close them again."""
     settings = service.settings
     fetcher = Fetcher(settings)
-    service.intake = MediaIntake(settings, fetcher, service.metrics)
+    videos = None
+    if "video" in service.info.media_kinds:
+        videos = VideoCutter(service.info, settings, service.max_model_len, service.metrics.helper_crashes.inc)
+    service.intake = MediaIntake(settings, fetcher, service.metrics, videos)
     registry, context = Registry(service.redis, settings.cluster), ClusterContext(ClusterKey.of(settings))
     record = _own_record(service, port)
     service.pool = WorkerPool(registry, record, service.dispatcher, service.on_failure, context)
@@ -134,6 +138,8 @@ async def connected(service: Service, port: int) -> AsyncIterator[None]:
     finally:
         if service.transcribes:
             service.recordings.close()
+        if videos is not None:
+            videos.close()
         await service.pool.close()
         fetcher.close()
         with contextlib.suppress(RedisError, OSError):

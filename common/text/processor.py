@@ -145,7 +145,7 @@ class TextProcessor:
         """Return a conversation as text, ready for the assistant's turn.
 
         `messages` are {"role", "content"}; content is a string or parts {"type": "text", "text"}, {"type": "image"}
-        and {"type": "audio"}. Each picture and clip leaves one placeholder. `tools` are OpenAI's. With
+        {"type": "audio"} and {"type": "video"}. Each leaves one placeholder. `tools` are OpenAI's. With
         `continue_final_message` the prompt ends within the assistant's last message; otherwise the beginning of a turn
         is added, unless `add_generation_prompt` is False. `chat_template_kwargs` are further variables of the template.
         Raises TriptychError("invalid_request") where the model has no chat template, the template refuses or an option
@@ -197,12 +197,22 @@ class TextProcessor:
 
         Raises TriptychError("invalid_request") where placeholders and items differ in number.
         """
-        placeholder = self.info.placeholder_token_id
-        indices = [] if placeholder is None else [i for i, token in enumerate(token_ids) if token == placeholder]
+        placeholders = self.info.placeholders
+        indices = [i for i, token in enumerate(token_ids) if token in placeholders] if placeholders else []
         if len(indices) != num_inputs:
             message = f"the prompt has {len(indices)} media placeholders for {num_inputs} media items"
             raise invalid(message, "messages")
         return indices
+
+    def repeat_placeholders(self, token_ids: list[int], counts: Sequence[int]) -> list[int]:
+        """Return a prompt with the placeholder of each media item as often as the item has pieces.
+
+        Raises as `placeholder_indices` does.
+        """
+        if max(counts, default=1) == 1:
+            return token_ids
+        repeats = dict(zip(self.placeholder_indices(token_ids, len(counts)), counts, strict=True))
+        return [token for index, token in enumerate(token_ids) for _ in range(repeats.get(index, 1))]
 
 
 @dataclass

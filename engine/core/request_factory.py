@@ -40,8 +40,8 @@ class RequestFactory:
             raise TriptychError("invalid_request", message, "beam_width" if sampling.uses_beams else "n")
         if not prompt:
             raise TriptychError("invalid_request", "the prompt is empty", "prompt")
-        placeholder = self.info.placeholder_token_id  # Mllama's has an embedding, but no place in the output
-        bad = next((token for token in prompt if not 0 <= token < self.spec.vocab_size and token != placeholder), None)
+        known = self.info.placeholders  # Mllama's has an embedding, but no place in the output
+        bad = next((token for token in prompt if not 0 <= token < self.spec.vocab_size and token not in known), None)
         if bad is not None:
             message = f"token id {bad} is outside the vocabulary of {self.spec.vocab_size}"
             raise TriptychError("invalid_request", message, "prompt")
@@ -65,16 +65,16 @@ class RequestFactory:
                 raise TriptychError("invalid_request", message, "resumed")
 
     def _check_inputs(self, prompt: list[int], inputs: list[InputSlot]) -> None:
-        name, placeholder = self.info.name, self.info.placeholder_token_id
+        name, placeholders = self.info.name, self.info.placeholders
         if self.info.is_encoder_decoder:
             if len(inputs) != 1 or inputs[0].prompt_index is not None:
                 message = f"{name} takes exactly one {self.info.media_kind}, got {len(inputs)}"
                 raise TriptychError("invalid_request", message)
             return
-        if inputs and placeholder is None:
+        if inputs and not placeholders:
             raise TriptychError("invalid_request", f"{name} takes no media, got {len(inputs)} items")
-        indices = [item.prompt_index for item in inputs]
-        expected = [index for index, token in enumerate(prompt) if token == placeholder]
+        indices = [(item.prompt_index, item.kind) for item in inputs]
+        expected = [(index, placeholders[token]) for index, token in enumerate(prompt) if token in placeholders]
         if indices != expected or [item.input_id for item in inputs] != list(range(len(inputs))):
             message = f"inputs stand at {indices}, but the prompt has placeholders at {expected}"
             raise TriptychError("invalid_request", message)

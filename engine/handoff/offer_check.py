@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -13,10 +14,12 @@ from engine.device.choice import DTYPES
 from engine.state.request import Request, RequestInput
 from engine.state.spec import DecoderSpec, Table
 
+_LAST_TIME: Final = 2**24
+
 
 @dataclass(frozen=True)
 class OfferCheck:
-    """Sizes of the model for offers. `placeholder` is None for inputs outside the prompt.
+    """Sizes of the model for offers. `placeholder` is None for inputs outside the prompt; videos have their own.
 
     With `cross_attention` a placeholder stays one token, however many rows the encoder has for it.
     """
@@ -26,12 +29,15 @@ class OfferCheck:
     max_rows: int
     placeholder: int | None
     cross_attention: bool = False
+    video_placeholder: int | None = None
 
     @classmethod
     def of(cls, info: ModelInfo, spec: DecoderSpec, max_model_len: int) -> OfferCheck:
         """Of a loaded model, served with a context of `max_model_len` tokens."""
         max_rows = info.max_encoder_tokens if info.has_cross_attention else max_model_len
-        return cls(spec.encoder_width, spec.vocab_size, max_rows, info.placeholder_token_id, info.has_cross_attention)
+        video = info.placeholder_of("video") if "video" in info.media_kinds else None
+        placeholder, cross = info.placeholder_token_id, info.has_cross_attention
+        return cls(spec.encoder_width, spec.vocab_size, max_rows, placeholder, cross, video)
 
     def fault(self, offer: Offer) -> str | None:
         """Return the fault of an offer, with the value; None without a fault."""
@@ -46,17 +52,31 @@ class OfferCheck:
             return f"{visible} visible encoder tokens of {rows}"
         if self.placeholder is None:
             return f"an expansion of {len(expansion)} runs, expected none" if expansion or layout.grid else None
-        if any(n < 1 or not (0 <= token < self.vocab_size or token == self.placeholder) for token, n in expansion):
+        placeholder = self.video_placeholder if offer.kind == "video" else self.placeholder
+        if placeholder is None:
+            return f"a {offer.kind}, which the model does not take"
+        if any(n < 1 or not (0 <= token < self.vocab_size or token == placeholder) for token, n in expansion):
             return f"an expansion with a count below 1 or a token id outside the vocabulary of {self.vocab_size}"
         if self.cross_attention:
-            good = list(expansion) == [(self.placeholder, 1)] and layout.grid is None
+            good = list(expansion) == [(placeholder, 1)] and layout.grid is None
             return None if good else f"an expansion of {len(expansion)} runs, expected the placeholder itself"
-        placeholders = sum(count for token, count in expansion if token == self.placeholder)
+        placeholders = sum(count for token, count in expansion if token == placeholder)
         if placeholders != rows or sum(count for _, count in expansion) > self.max_rows:
             return f"{placeholders} placeholders in the expansion for {rows} encoder tokens"
-        if layout.grid is not None and (min(layout.grid) < 1 or math.prod(layout.grid) != rows or len(expansion) != 1):
-            return f"a grid of {list(layout.grid)} for {rows} encoder tokens"
-        return None
+        return _grid_fault(layout, placeholder)
+
+
+def _grid_fault(layout: InputLayout, placeholder: int) -> str | None:
+    """Return the fault of a layout's positions; None without a fault."""
+    grid, times, expansion = layout.grid, layout.times, layout.expansion
+    if grid is None:
+        return "times without a grid" if times is not None or layout.continues else None
+    size = math.prod(grid)
+    if min(grid) < 1 or any(count != (size if token == placeholder else 1) for token, count in expansion):
+        return f"a grid of {list(grid)} for {layout.num_encoder_tokens} encoder tokens"
+    if times is not None and (len(times) != grid[0] or max(times) > _LAST_TIME or sorted(times) != times):
+        return f"times of {len(times)} pairs that do not rise to {_LAST_TIME} at most, for a grid of {list(grid)}"
+    return None
 
 
 @dataclass(frozen=True)

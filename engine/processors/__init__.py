@@ -51,21 +51,21 @@ class Processor(Protocol):
 class _ProcessorState:
     info: ModelInfo
     dtype: str
-    processor: Processor
+    processors: dict[str, Processor]
 
 
 _worker: _ProcessorState | None = None
 
 
-def make_processor(info: ModelInfo) -> Processor:
-    """Return a model's processor.
+def make_processor(info: ModelInfo, path: str = "") -> Processor:
+    """Return a model's processor, or the one at `path`.
 
     Raises TriptychError: "invalid_request" for a text model, "model_not_found" where the preprocessor's settings are
     incomplete, unsupported, or do not fit the encoder.
     """
     if info.media_kind is None:
         raise TriptychError("invalid_request", f"{info.name} is a text model: it takes no media", "model")
-    build: Callable[[ModelInfo], Processor] = pkgutil.resolve_name(info.family.processor)
+    build: Callable[[ModelInfo], Processor] = pkgutil.resolve_name(path or info.family.processor)
     try:
         return build(info)
     except (ValueError, TypeError, LookupError) as error:
@@ -75,7 +75,7 @@ def make_processor(info: ModelInfo) -> Processor:
 
 
 def init_worker(model: str, dtype: str) -> None:
-    """Load a model's processor into this process; `dtype` is the encoder output's, such as "float32".
+    """Load a model's processors into this process; `dtype` is the encoder output's, such as "float32".
 
     Raises ValueError where the dtype is unknown, and TriptychError as `make_processor`.
     """
@@ -83,7 +83,8 @@ def init_worker(model: str, dtype: str) -> None:
     if dtype not in ITEM_BYTES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(ITEM_BYTES)}")
     info = load_model_info(model)
-    _worker = _ProcessorState(info, dtype, make_processor(info))
+    made = [make_processor(info), *([make_processor(info, info.family.video)] if info.family.video else [])]
+    _worker = _ProcessorState(info, dtype, {processor.kind: processor for processor in made})
     if multiprocessing.parent_process() is not None and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)  # the pool is the parallelism; the engine beside it needs the cores
 
@@ -96,10 +97,11 @@ def process(kind: str, media: bytes) -> ProcessedInput:
     """
     if _worker is None:
         raise RuntimeError("process was called before init_worker")
-    if kind != _worker.processor.kind:
-        message = f"{_worker.info.name} takes {_worker.processor.kind}, not {kind}"
+    processor = _worker.processors.get(kind)
+    if processor is None:
+        message = f"{_worker.info.name} takes {' and '.join(_worker.processors)}, not {kind}"
         raise TriptychError("invalid_request", message, "messages")
-    arrays, layout, shape = _worker.processor(media)
+    arrays, layout, shape = processor(media)
     size_bytes = math.prod(shape) * ITEM_BYTES[_worker.dtype]
     return ProcessedInput(arrays, layout, shape, _worker.dtype, size_bytes)
 

@@ -15,12 +15,11 @@ import numpy.typing as npt
 from PIL import Image
 
 from common.errors import TriptychError
+from common.media.video_rules import fit
 from common.messages import InputLayout
 from common.model_info import ModelInfo
 from engine.media.image import CLIP_MEAN, CLIP_STD, decode_image, require_steps, values_of_bytes
 from engine.processors import preprocessor_json
-
-_MAX_ASPECT_RATIO = 200
 
 
 @dataclass(frozen=True)
@@ -57,12 +56,9 @@ def image_to_patches(
     Raises TriptychError("bad_media") for an image more than 200 times as long as wide.
     """
     width, height = target_size(image.width, image.height, settings)
-    resized = np.asarray(image.resize((width, height), settings.resample))
-    merge, patch = settings.merge_size, settings.patch_size
+    squares = frame_to_squares(np.asarray(image.resize((width, height), settings.resample)), settings)
+    patch = settings.patch_size
     rows, columns = height // patch, width // patch
-    # [rows / m, m, patch, columns / m, m, patch, channel] -> [rows / m, columns / m, m, m, channel, patch, patch]
-    squares = resized.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
-    squares = squares.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3, patch * patch)
     patches = np.empty((rows * columns, 3, settings.temporal_patch_size, patch * patch), dtype=np.float32)
     tables = values_of_bytes(settings.image_mean, settings.image_std, settings.rescale_factor)
     for channel, values in enumerate(tables):
@@ -70,23 +66,22 @@ def image_to_patches(
     return patches.reshape(rows * columns, -1), (1, rows, columns)
 
 
+def frame_to_squares(pixels: npt.NDArray[np.uint8], settings: PatchSettings) -> npt.NDArray[np.uint8]:
+    """Return the patches [num_patches, 3, patch_size^2] of an image [height, width, 3], merged patches adjacent."""
+    merge, patch = settings.merge_size, settings.patch_size
+    rows, columns = pixels.shape[0] // patch, pixels.shape[1] // patch
+    # [rows / m, m, patch, columns / m, m, patch, channel] -> [rows / m, columns / m, m, m, channel, patch, patch]
+    squares = pixels.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
+    return squares.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3, patch * patch)
+
+
 def target_size(width: int, height: int, settings: PatchSettings) -> tuple[int, int]:
-    """Return the scaled size: multiples of a token's side, pixels between the limits, the aspect kept as far as
-    possible (Qwen2-VL's `smart_resize`)."""
-    if max(width, height) > _MAX_ASPECT_RATIO * min(width, height):
-        message = f"a picture of {width} x {height} pixels: one side is more than {_MAX_ASPECT_RATIO} times the other"
-        raise TriptychError("bad_media", message)
-    side = settings.patch_size * settings.merge_size
-    new_height, new_width = round(height / side) * side, round(width / side) * side
-    if new_height * new_width > settings.max_pixels:
-        shrink = math.sqrt(height * width / settings.max_pixels)
-        new_height = max(side, math.floor(height / shrink / side) * side)
-        new_width = max(side, math.floor(width / shrink / side) * side)
-    elif new_height * new_width < settings.min_pixels:
-        grow = math.sqrt(settings.min_pixels / (height * width))
-        new_height = math.ceil(height * grow / side) * side
-        new_width = math.ceil(width * grow / side) * side
-    return new_width, new_height
+    """Return the scaled size. Raises TriptychError("bad_media") as `fit` does ValueError."""
+    try:
+        limits = settings.min_pixels, settings.max_pixels
+        return fit(width, height, settings.patch_size * settings.merge_size, limits)
+    except ValueError as error:
+        raise TriptychError("bad_media", str(error)) from error
 
 
 class QwenVLProcessor:
@@ -98,7 +93,7 @@ class QwenVLProcessor:
         self._settings = PatchSettings.from_json(preprocessor_json(info, "image_processor"))
         vision = info.config["vision_config"]
         num_deepstack = len(vision.get("deepstack_visual_indexes") or ())  # Qwen3-VL's further outputs
-        self._width = (1 + num_deepstack) * int(info.text_config["hidden_size"])
+        self.width = (1 + num_deepstack) * int(info.text_config["hidden_size"])
         self._token_id = int(info.config["image_token_id"])
         ours = (self._settings.patch_size, self._settings.merge_size)
         tower = (int(vision.get("patch_size", ours[0])), int(vision.get("spatial_merge_size", 2)))
@@ -114,4 +109,4 @@ class QwenVLProcessor:
         merged = (time, height // merge, width // merge)
         num_tokens = math.prod(merged)
         arrays = {"pixel_values": patches, "image_grid_thw": np.array((time, height, width))}
-        return arrays, InputLayout(num_tokens, [(self._token_id, num_tokens)], merged), (num_tokens, self._width)
+        return arrays, InputLayout(num_tokens, [(self._token_id, num_tokens)], merged), (num_tokens, self.width)

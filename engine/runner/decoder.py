@@ -176,8 +176,7 @@ class DecoderRunner:
                     write_cross(request, table, cache, self.model, self.backend, self.caches)
                     blocks.mark_written(request.request_id)
         inputs = self._prepare(step, blocks)
-        placeholder = self.info.placeholder_token_id
-        pieces = [] if self._cross is not None else find_pieces(step, inputs, cache, placeholder)
+        pieces = [] if self._cross is not None else find_pieces(step, inputs, cache, self.info)
         wanted = wanted_rows(step, inputs)
         hidden = None
         if self.graphs is not None and not pieces and not wanted.prompts:

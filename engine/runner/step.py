@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.model_info import ModelInfo
 from engine.attention.metadata import AttentionMetadata
 from engine.cache.block_manager import BlockManager
 from engine.cache.encoder_cache import EncoderCacheManager
@@ -61,7 +62,7 @@ def positions_of(step: ScheduledStep, inputs: StepInputs, *, uses_mrope: bool) -
     starts = inputs.query_start_loc.tolist()
     for sequence, start, end in zip(step.sequences, starts, starts[1:], strict=False):
         request, first, own = sequence.request, sequence.num_computed_tokens, inputs.axes[:, start:end]
-        np.add(inputs.positions[start:end], request.mrope_next - len(request.prompt), out=own)
+        np.add(inputs.positions[start:end], request.mrope_end - len(request.prompt), out=own)
         known = request.mrope_positions[:, first : first + end - start]
         own[:, : known.shape[1]] = known
     return inputs.axes
@@ -118,7 +119,7 @@ class MergedRows:
 
 
 def find_pieces(
-    step: ScheduledStep, inputs: StepInputs, cache: EncoderCacheManager, placeholder: int | None
+    step: ScheduledStep, inputs: StepInputs, cache: EncoderCacheManager, info: ModelInfo
 ) -> list[MergedRows]:
     """Return the encoder rows of a step: for each input, the rows with a placeholder in the step."""
     pieces = []
@@ -130,6 +131,7 @@ def find_pieces(
             if item.start is None or item.end is None or item.start >= last or item.end <= first:
                 continue
             assert item.offer is not None
+            placeholder = info.placeholder_of(item.slot.kind)
             is_placeholder = [
                 np.full(count, token_id == placeholder) for token_id, count in item.offer.layout.expansion
             ]

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import enum
 import itertools
+import math
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 
-from common.messages import InputSlot, Offer, Resumed, Span, TokenLogprob
+from common.messages import InputLayout, InputSlot, Offer, Resumed, Span, TokenLogprob
 from common.sampling_params import SamplingParams
 from common.telemetry import SpanRecorder
 from engine.state.cross_ranges import groups_of
@@ -167,6 +168,7 @@ class Request:
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     prompt_logprobs_sent: bool = False
     mrope_next: int = 0
+    mrope_end: int = 0
     is_prompt_known: bool = False
 
     def __post_init__(self) -> None:
@@ -212,7 +214,7 @@ class Request:
             if item.offer is None:
                 return
             layout, item.start = item.offer.layout, len(self.prompt)
-            self._append([token_id for token_id, count in layout.expansion for _ in range(count)], layout.grid)
+            self._append([token_id for token_id, count in layout.expansion for _ in range(count)], layout)
             item.end = len(self.prompt)
             self._next_prompt_index += 1
             self._next_input += 1
@@ -225,15 +227,38 @@ class Request:
             for sequence in self.sequences:
                 sequence.num_lost_tokens = len(sequence.token_ids) - 1
 
-    def _append(self, token_ids: ListOf[int], grid: ListOf[int] | None = None) -> None:
-        """Append known tokens: text, or an input with a `grid` of positions."""
+    def _append(self, token_ids: ListOf[int], layout: InputLayout | None = None) -> None:
+        """Append known tokens: text, or an input."""
         self.prompt.extend(token_ids)
         for sequence in self.sequences:
             sequence.token_ids.extend(token_ids)
-        if self.uses_mrope and token_ids:
-            steps = np.indices(grid).reshape(3, -1) if grid is not None else np.tile(np.arange(len(token_ids)), (3, 1))
-            self.mrope_positions = np.concatenate((self.mrope_positions, steps + self.mrope_next), axis=1)
-            self.mrope_next += int(steps.max()) + 1
+        if not self.uses_mrope or not token_ids:
+            return
+        if layout is None or layout.grid is None:
+            self._append_positions(np.tile(np.arange(len(token_ids)), (3, 1)), len(token_ids))
+            return
+        for _, count in layout.expansion:
+            if count != math.prod(layout.grid):  # text of the input, a token each
+                self._append_positions(np.zeros((3, 1), np.int64), 1)
+                continue
+            steps = np.indices(layout.grid).reshape(3, -1)
+            if layout.times is not None:
+                steps[0] = np.asarray(layout.times)[steps[0]]
+            step = max(layout.grid[1:])
+            if layout.continues:
+                self.mrope_next = max(0, self.mrope_next - step)
+            self._append_positions(steps, step)
+
+    def _append_positions(self, steps: IntArray, count: int) -> None:
+        """Append positions that count from the next free one; text behind them is `count` further on.
+
+        As in transformers, text after a video follows its height and width, whatever its length in time, and generated
+        tokens follow the largest position.
+        """
+        positions = steps + self.mrope_next
+        self.mrope_positions = np.concatenate((self.mrope_positions, positions), axis=1)
+        self.mrope_next += count
+        self.mrope_end = max(self.mrope_end, int(positions.max()) + 1)
 
     # --- progress
 

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: a conversation with text, images or audio."""
+"""POST /v1/chat/completions: a conversation with text, images, audio or videos."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Final
 
 from common.errors import invalid
@@ -13,7 +14,16 @@ from common.messages import MediaKind
 from common.text import whisper_prompt
 from common.text.processor import TextProcessor
 from proxy.api.logprobs import LogprobShapes, check_prompt_logprobs
-from proxy.api.openai_types import AudioPart, AudioUrlPart, ChatRequest, ImagePart, Message, TextPart, parse
+from proxy.api.openai_types import (
+    AudioPart,
+    AudioUrlPart,
+    ChatRequest,
+    ImagePart,
+    Message,
+    TextPart,
+    VideoUrlPart,
+    parse,
+)
 from proxy.api.prompts import processed_prompts
 from proxy.api.speech import Speech, SpeechOptions
 from proxy.api.tools import CallDeltas, joined_text
@@ -32,6 +42,7 @@ _PLACEHOLDERS: Final[dict[str, dict[str, str]]] = {
     "image_url": {"type": "image"},
     "input_audio": {"type": "audio", "audio": ""},
     "audio_url": {"type": "audio", "audio": ""},
+    "video_url": {"type": "video"},
 }
 """Media in chat templates, which look for the type or for a key named like the media."""
 
@@ -63,7 +74,7 @@ async def begin_answer(service: Service, context: RequestContext, body: ChatRequ
     if service.info.media_kind == "text":
         message = f"{service.model_name} is an encoder-decoder model of text and holds no conversations"
         raise invalid(f"{message}: use /v1/completions", "model")
-    sources = collect_media(body.messages, service.info.media_kind, service.model_name)
+    sources = collect_media(body.messages, service.info.media_kinds, service.model_name)
     tickets = service.join_line(context, "media" if sources else "text")
     media = await service.intake.load(sources, context.held)
     opened = None
@@ -187,7 +198,7 @@ def _reasoning(text: str) -> dict[str, Any]:
     return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
-def collect_media(messages: list[Message], kind: MediaKind | None, model: str) -> list[MediaSource]:
+def collect_media(messages: list[Message], kinds: Sequence[MediaKind], model: str) -> list[MediaSource]:
     """Return the media of a conversation in order of appearance.
 
     Raises TriptychError("invalid_request") for media that the model does not take.
@@ -202,9 +213,11 @@ def collect_media(messages: list[Message], kind: MediaKind | None, model: str) -
                 sources.append(MediaSource("audio", f"{where}.input_audio.data", data=part.input_audio.data))
             elif isinstance(part, AudioUrlPart):
                 sources.append(MediaSource("audio", f"{where}.audio_url.url", url=part.audio_url.url))
+            elif isinstance(part, VideoUrlPart):
+                sources.append(MediaSource("video", f"{where}.video_url.url", url=part.video_url.url))
     for source in sources:
-        if source.kind != kind:
-            takes = f"{kind} input only" if kind else "text only"
+        if source.kind not in kinds:
+            takes = f"{' and '.join(kinds)} input only" if kinds else "text only"
             message_text = f"{source.param}: {model} takes {takes}, not {source.kind} input"
             raise invalid(message_text, source.param)
     return sources
@@ -279,6 +292,8 @@ async def _generate(
         if getattr(body, name) is not None:
             raise invalid(f"{name} is for speech models, {service.model_name} is none", name)
     prompt, opened = await asyncio.to_thread(make_prompt, service.text, service.dialect, body)
+    counts = [len(list(pieces)) for _, pieces in groupby(media, key=lambda item: item.param)]
+    prompt = service.text.repeat_placeholders(prompt, counts)
     slots = make_slots(media, service.text.placeholder_indices(prompt, len(media)))
     limit = service.token_limit(len(prompt), body.max_completion_tokens or body.max_tokens, "messages")
     sampling = body.sampling(service.text, limit, service.sampling_defaults)

@@ -105,6 +105,17 @@ class AudioUrlPart(BaseModel):
     audio_url: AudioUrl
 
 
+class VideoUrl(BaseModel):
+    url: str
+
+
+class VideoUrlPart(BaseModel):
+    """vLLM's video part: a data:, http(s): or file: URL."""
+
+    type: Literal["video_url"]
+    video_url: VideoUrl
+
+
 def _part_tag(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return str(kind).upper()  # capitals: left out of the field names in error messages
@@ -114,11 +125,12 @@ ContentPart = Annotated[
     Annotated[TextPart, Tag("TEXT")]
     | Annotated[ImagePart, Tag("IMAGE_URL")]
     | Annotated[AudioPart, Tag("INPUT_AUDIO")]
-    | Annotated[AudioUrlPart, Tag("AUDIO_URL")],
+    | Annotated[AudioUrlPart, Tag("AUDIO_URL")]
+    | Annotated[VideoUrlPart, Tag("VIDEO_URL")],
     Discriminator(
         _part_tag,
         custom_error_type="content_part",
-        custom_error_message="a content part has the type text, image_url, input_audio or audio_url",
+        custom_error_message="a content part has the type text, image_url, input_audio, audio_url or video_url",
     ),
 ]
 

@@ -79,7 +79,7 @@ async def _decoder_job(service: Service, body: CompletionRequest, request_id: st
     wrong = next((token for token in ids if not 0 <= token < service.info.vocab_size), None)
     if wrong is not None:
         raise invalid(f"token id {wrong} is not in the vocabulary of {service.info.vocab_size}", "prompt")
-    if service.info.placeholder_token_id in ids:
+    if not service.info.placeholders.keys().isdisjoint(ids):
         raise invalid("the prompt contains a media placeholder; send media with /v1/chat/completions", "prompt")
     return Job(request_id, ids, _sampling(service, body, len(ids)), priority=body.priority or 0, field_of=body.field_of)
 

@@ -81,17 +81,17 @@ class AudioWindows(ChildPool):
 
     async def split(self, path: str, window_s: float, param: str) -> list[Window]:
         """Run `split`; also raises as `run` does, naming `param`."""
-        with _naming(param):
+        with naming(param):
             return await self.run(param, split, path, window_s, param)
 
     async def cut(self, path: str, window: Window, param: str) -> bytes:
         """Run `cut`; also raises as `run` does, naming `param`."""
-        with _naming(param):
+        with naming(param):
             return await self.run(param, cut, path, window, param)
 
 
 @contextmanager
-def _naming(param: str) -> Iterator[None]:
+def naming(param: str) -> Iterator[None]:
     """Name the field of the request in errors without a field."""
     try:
         yield

@@ -10,6 +10,7 @@ import base64
 import binascii
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from common.config import Settings
@@ -20,6 +21,7 @@ from proxy.dispatch.jobs import MediaItem
 from proxy.media.fair_semaphore import Share, SlotTimeout
 from proxy.media.fetch import Fetcher
 from proxy.media.local_files import read_local, too_large
+from proxy.media.videos import VideoCutter
 from proxy.server.limits import Reservation
 from proxy.server.metrics import ProxyMetrics
 
@@ -44,6 +46,7 @@ _CONTAINERS: Final[dict[tuple[bytes, bytes], tuple[MediaKind, str]]] = {
 _EXPECTED: Final = {
     "image": "a picture (JPEG, PNG, WebP, GIF, BMP)",
     "audio": f"audio (WAV, MP3, FLAC, Ogg, AIFF, {containers.FORMATS})",
+    "video": f"a video ({containers.FORMATS})",
 }
 _WHITESPACE: Final = b" \t\n\r\f\v"
 _STRAY_PERCENT: Final = re.compile(rb"%(?![0-9A-Fa-f]{2})")
@@ -65,16 +68,21 @@ class MediaSource:
 class MediaIntake:
     """Loader of media items, all items of a request at once, within the limits of the settings."""
 
-    def __init__(self, settings: Settings, fetcher: Fetcher, metrics: ProxyMetrics) -> None:
+    def __init__(
+        self, settings: Settings, fetcher: Fetcher, metrics: ProxyMetrics, videos: VideoCutter | None = None
+    ) -> None:
+        """`videos` cuts videos, for models that take them."""
         self._settings = settings
         self._fetcher = fetcher
         self._metrics = metrics
+        self._videos = videos
         self._max_bytes = min(settings.max_media_bytes, MAX_MEDIA_BYTES)
+        self._max_video_bytes = min(settings.max_video_bytes, MAX_MEDIA_BYTES)
         local = ("file",) if settings.allowed_media_folder is not None else ()
         self._schemes = (*settings.allowed_media_schemes, *local)
 
     async def load(self, sources: list[MediaSource], held: Reservation) -> list[MediaItem]:
-        """Return the items in order; `held` reserves the bytes beforehand.
+        """Return the items in order, of a video one per piece; `held` reserves the bytes beforehand.
 
         Raises TriptychError("bad_media"), ("item_too_large") or ("invalid_request"), each naming the field, and
         Overloaded where memory or slots for fetches are taken.
@@ -94,67 +102,90 @@ class MediaIntake:
             if isinstance(first, SlotTimeout):
                 self._metrics.refused.labels("fetches").inc()
             raise first from None
-        return [task.result() for task in tasks]
+        return [item for task in tasks for item in task.result()]
 
     async def of_bytes(self, kind: MediaKind, data: bytes, param: str) -> MediaItem:
         """Return an item of bytes from the request, after checking size and first bytes."""
-        if len(data) > _OFF_LOOP_BYTES:
-            item = await asyncio.to_thread(self._check, kind, data, param)
-        else:
-            item = self._check(kind, data, param)
-        self._metrics.media_items.labels(kind).inc()
-        self._metrics.media_bytes.labels(kind).inc(len(data))
+        self._check(kind, data, param)
+        item = await _hashed(kind, data, param)
+        self._count(kind, data)
         return item
 
-    async def _load(self, source: MediaSource, held: Reservation, share: Share) -> MediaItem:
+    async def _pieces(self, data: bytes, param: str, held: Reservation) -> list[MediaItem]:
+        """Return the pieces of a video; `held` then covers them in place of the video."""
+        assert self._videos is not None
+        self._check("video", data, param)
+        pieces = await self._videos.pieces(data, param)
+        held.reserve(sum(map(len, pieces)))
+        held.release(len(data))
+        self._count("video", data)
+        return [await _hashed("video", piece, param) for piece in pieces]
+
+    def _count(self, kind: MediaKind, data: bytes) -> None:
+        self._metrics.media_items.labels(kind).inc()
+        self._metrics.media_bytes.labels(kind).inc(len(data))
+
+    def _limit_of(self, kind: MediaKind) -> int:
+        return self._max_video_bytes if kind == "video" else self._max_bytes
+
+    async def _load(self, source: MediaSource, held: Reservation, share: Share) -> list[MediaItem]:
+        limit = self._limit_of(source.kind)
         scheme = source.url[:8].partition(":")[0].lower()
         if not source.data and scheme not in self._schemes:
             allowed = ", ".join(f"{scheme}:" for scheme in self._schemes)
             raise invalid(f"{source.param} must be a URL with one of {allowed}, not {source.url[:40]!r}", source.param)
         if source.data or scheme == "data":
             text = source.data or source.url
-            held.reserve(min(len(text), self._max_bytes))
-            big = len(text) > _OFF_LOOP_BYTES
-            decode = self._decode_base64 if source.data else self._decode_data_url
-            data = await asyncio.to_thread(decode, text, source.param) if big else decode(text, source.param)
+            held.reserve(min(len(text), limit))
+            decode = partial(self._decode_base64 if source.data else self._decode_data_url, text, source.param, limit)
+            data = await asyncio.to_thread(decode) if len(text) > _OFF_LOOP_BYTES else decode()
         elif scheme == "file":
             folder = self._settings.allowed_media_folder
-            held.reserve(self._max_bytes)
-            data = await asyncio.to_thread(read_local, source.url, folder, source.param, self._max_bytes)
-            held.release(self._max_bytes - len(data))
+            held.reserve(limit)
+            data = await asyncio.to_thread(read_local, source.url, folder, source.param, limit)
+            held.release(limit - len(data))
         else:
-            data = await self._fetcher.fetch(source.url, source.param, self._max_bytes, held.reserve, share)
-        return await self.of_bytes(source.kind, data, source.param)
+            data = await self._fetcher.fetch(source.url, source.param, limit, held.reserve, share)
+        if source.kind == "video":
+            return await self._pieces(data, source.param, held)
+        return [await self.of_bytes(source.kind, data, source.param)]
 
-    def _decode_data_url(self, url: str, param: str) -> bytes:
+    def _decode_data_url(self, url: str, param: str, limit: int) -> bytes:
         head, comma, body = url[5:].partition(",")
         if not comma:
             raise TriptychError("bad_media", f"{param} is a data: URL without a comma before its data", param)
         if head.lower().endswith(";base64"):
-            return self._decode_base64(body, param)
+            return self._decode_base64(body, param, limit)
         least = len(body) - 2 * body.count("%")
-        if least > self._max_bytes:
-            raise too_large(least, self._max_bytes, param)
+        if least > limit:
+            raise too_large(least, limit, param)
         return unquote(body)
 
-    def _decode_base64(self, text: str, param: str) -> bytes:
-        if len(text) * 3 // 4 > self._max_bytes + 3:
-            raise too_large(len(text) * 3 // 4, self._max_bytes, param)
+    def _decode_base64(self, text: str, param: str, limit: int) -> bytes:
+        if len(text) * 3 // 4 > limit + 3:
+            raise too_large(len(text) * 3 // 4, limit, param)
         try:
             return base64.b64decode(text.encode("ascii").translate(None, _WHITESPACE), validate=True)
         except (binascii.Error, ValueError) as error:
             raise TriptychError("bad_media", f"{param} is not valid base64: {error}", param) from error
 
-    def _check(self, kind: MediaKind, data: bytes, param: str) -> MediaItem:
+    def _check(self, kind: MediaKind, data: bytes, param: str) -> None:
         if not data:
             raise TriptychError("bad_media", f"{param} is empty", param)
-        if len(data) > self._max_bytes:
-            raise too_large(len(data), self._max_bytes, param)
+        if len(data) > self._limit_of(kind):
+            raise too_large(len(data), self._limit_of(kind), param)
         found = sniff(data)
+        if kind == "video" and containers.demuxer(data[: containers.HEAD_BYTES]) is not None:
+            return  # a container may have sound or pictures: whoever opens it knows
         if found is None or found[0] != kind:
             what = f"looks like {found[1]}" if found else f"begins with {data[:8]!r}, which is no known format"
             raise TriptychError("bad_media", f"{param} should be {_EXPECTED[kind]}; it {what}", param)
-        return MediaItem.of(kind, data, param)
+
+
+async def _hashed(kind: MediaKind, data: bytes, param: str) -> MediaItem:
+    if len(data) > _OFF_LOOP_BYTES:
+        return await asyncio.to_thread(MediaItem.of, kind, data, param)
+    return MediaItem.of(kind, data, param)
 
 
 def sniff(data: bytes) -> tuple[MediaKind, str] | None:

@@ -71,4 +71,5 @@ def _row(family: Family) -> str:
     else:
         how = "rows in place of embeddings"
     kind = "audio" if family.media_kind == "audio" and family.is_encoder_decoder else takes[family.media_kind]
+    kind = "text, images and videos" if family.video else kind
     return f"| `{family.name}` | {architectures} | {kind} | {how} |"
