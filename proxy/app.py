@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Final
 
 from fastapi import FastAPI
@@ -123,23 +124,21 @@ async def connected(service: Service, port: int) -> AsyncIterator[None]:
     """Open the connections of `service` (broker, workers, media downloads), and close them again."""
     settings = service.settings
     fetcher = Fetcher(settings)
-    videos = None
-    if "video" in service.info.media_kinds:
-        videos = VideoCutter(service.info, settings, service.max_model_len, service.metrics.helper_crashes.inc)
-    service.intake = MediaIntake(settings, fetcher, service.metrics, videos)
+    crashed = service.metrics.helper_crashes.inc
+    make_cutter = partial(VideoCutter, service.info, settings, service.max_model_len, crashed)
+    service.intake = MediaIntake(settings, fetcher, service.metrics, make_cutter)
     registry, context = Registry(service.redis, settings.cluster), ClusterContext(ClusterKey.of(settings))
     record = _own_record(service, port)
     service.pool = WorkerPool(registry, record, service.dispatcher, service.on_failure, context)
     service.pool.start()
     if service.transcribes:
-        service.recordings = AudioWindows(service.metrics.helper_crashes.inc)
+        service.recordings = AudioWindows(crashed)
     try:
         yield
     finally:
         if service.transcribes:
             service.recordings.close()
-        if videos is not None:
-            videos.close()
+        service.intake.close()
         await service.pool.close()
         fetcher.close()
         with contextlib.suppress(RedisError, OSError):

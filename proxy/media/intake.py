@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import functools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 from common.config import Settings
@@ -69,17 +70,26 @@ class MediaIntake:
     """Loader of media items, all items of a request at once, within the limits of the settings."""
 
     def __init__(
-        self, settings: Settings, fetcher: Fetcher, metrics: ProxyMetrics, videos: VideoCutter | None = None
+        self,
+        settings: Settings,
+        fetcher: Fetcher,
+        metrics: ProxyMetrics,
+        make_cutter: Callable[[], VideoCutter] | None = None,
     ) -> None:
-        """`videos` cuts videos, for models that take them."""
+        """`make_cutter`, for models with videos, is called with the first one: only then a helper runs. Close this."""
         self._settings = settings
         self._fetcher = fetcher
         self._metrics = metrics
-        self._videos = videos
+        self._make_cutter = make_cutter
+        self._cutter: VideoCutter | None = None
         self._max_bytes = min(settings.max_media_bytes, MAX_MEDIA_BYTES)
         self._max_video_bytes = min(settings.max_video_bytes, MAX_MEDIA_BYTES)
         local = ("file",) if settings.allowed_media_folder is not None else ()
         self._schemes = (*settings.allowed_media_schemes, *local)
+
+    def close(self) -> None:
+        if self._cutter is not None:
+            self._cutter.close()
 
     async def load(self, sources: list[MediaSource], held: Reservation) -> list[MediaItem]:
         """Return the items in order, of a video one per piece; `held` reserves the bytes beforehand.
@@ -113,9 +123,11 @@ class MediaIntake:
 
     async def _pieces(self, data: bytes, param: str, held: Reservation) -> list[MediaItem]:
         """Return the pieces of a video; `held` then covers them in place of the video."""
-        assert self._videos is not None
         self._check("video", data, param)
-        pieces = await self._videos.pieces(data, param)
+        if self._cutter is None:
+            assert self._make_cutter is not None
+            self._cutter = self._make_cutter()
+        pieces = await self._cutter.pieces(data, param)
         held.reserve(sum(map(len, pieces)))
         held.release(len(data))
         self._count("video", data)
@@ -137,7 +149,9 @@ class MediaIntake:
         if source.data or scheme == "data":
             text = source.data or source.url
             held.reserve(min(len(text), limit))
-            decode = partial(self._decode_base64 if source.data else self._decode_data_url, text, source.param, limit)
+            decode = functools.partial(
+                self._decode_base64 if source.data else self._decode_data_url, text, source.param, limit
+            )
             data = await asyncio.to_thread(decode) if len(text) > _OFF_LOOP_BYTES else decode()
         elif scheme == "file":
             folder = self._settings.allowed_media_folder
