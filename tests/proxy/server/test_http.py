@@ -48,7 +48,8 @@ BAD_CHATS = (
     ({}, "messages"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user"}]}, "messages[0]"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "judge", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
     ({"messages": [{"role": "user", "content": [{"type": "video", "video": "x"}]}]}, "messages[0].content[0]"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": 5}}]}]},
