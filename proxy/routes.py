@@ -14,6 +14,7 @@ from common.keys import api_keys
 from proxy.api.chat import chat_completions
 from proxy.api.completions import completions
 from proxy.api.transcriptions import transcriptions
+from proxy.observe.scrape import ClusterMetrics, targets
 from proxy.page.routes import add_page
 from proxy.server.errors import RETRY_AFTER_S
 from proxy.server.request_context import Endpoint
@@ -25,6 +26,7 @@ def make_router(service: Service) -> APIRouter:
     router = APIRouter()
     limit = service.settings.max_body_bytes
     keys = api_keys(service.settings)
+    whole = ClusterMetrics(service)
 
     def has_key(request: Request) -> bool:
         """Return whether the caller of an open path may see details of the cluster: a key, or no keys at all."""
@@ -72,6 +74,14 @@ def make_router(service: Service) -> APIRouter:
     async def _metrics() -> Response:
         service.update_gauges()
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/metrics/cluster")
+    async def _cluster_metrics() -> Response:
+        return Response(await whole.render(), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/metrics/targets")
+    async def _targets() -> Response:
+        return JSONResponse(targets(service))
 
     return router
 

@@ -2,7 +2,7 @@
 
 path                      with keys configured          without
 /health, /ready           open                          open
-/metrics                  a key; open with `metrics_without_key`    open
+/metrics, /metrics/…      a key; open with `metrics_without_key`    open
 /, /page/NAME             open: files without anything of the cluster   open
 /drain, /switch           the cluster's token           this machine
 all others                a key                         open
@@ -28,6 +28,7 @@ Guard = Callable[[str, str | None, str | None], bool]
 CONTROL_PATHS: Final = ("/drain", "/switch")
 LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "::1")
 _OPEN_PATHS: Final = frozenset({"/health", "/ready"})
+_METRICS_PATHS: Final = frozenset({"/metrics", "/metrics/cluster", "/metrics/targets"})
 
 
 @dataclass(eq=False, repr=False)
@@ -82,4 +83,4 @@ def _is_page(path: str) -> bool:
 
 
 def _open_paths(settings: Settings) -> frozenset[str]:
-    return _OPEN_PATHS | {"/metrics"} if settings.metrics_without_key else _OPEN_PATHS
+    return _OPEN_PATHS | _METRICS_PATHS if settings.metrics_without_key else _OPEN_PATHS

@@ -81,6 +81,8 @@ def _paths() -> dict[str, Any]:
         "/health": _get("Is the process alive?", _STATUS, unavailable=True),
         "/ready": _get("Can requests be served?", _STATUS, unavailable=True),
         "/metrics": _get("Numbers for Prometheus.", None),
+        "/metrics/cluster": _get("The numbers of all instances, for Prometheus.", None),
+        "/metrics/targets": _get("Where the instances are, for Prometheus.", {"type": "array", "items": _ANY}),
         "/openapi.json": _get("This description.", _ANY),
     }
 

@@ -82,6 +82,9 @@ class ProxyMetrics:
             "helper_crashes",
             "Times that a process that decodes recordings died or took too long, and was started anew.",
         )
+        self.scrape_failures = counter(
+            "scrape_failures", "Instances without readable metrics when /metrics/cluster asked them.", ["role"]
+        )
         self.handoffs = Rate()
         """Inputs, and keys and values, that have come to their destinations."""
         self.workers = gauge("workers", "Workers in use.", ["role"])

@@ -36,6 +36,7 @@ class FakeWorker:
         values = {
             "fingerprint": self.cluster.info.fingerprint,
             "dtype": "float32",
+            "http_address": "127.0.0.1:1",
             "requests_address": self.server.address,
             **changes,
         }
@@ -44,7 +45,6 @@ class FakeWorker:
             role=self.role,
             epoch=time.time_ns(),
             model=self.cluster.info.name,
-            http_address="127.0.0.1:1",
             **values,
         )
         self.alive = True
