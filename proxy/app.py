@@ -39,6 +39,7 @@ from proxy.media.audio import AudioWindows
 from proxy.media.fetch import Fetcher
 from proxy.media.intake import MediaIntake
 from proxy.media.videos import VideoCutter
+from proxy.observe.otlp import TraceExporter
 from proxy.routes import make_router
 from proxy.server import errors
 from proxy.server.limits import ByteBudget
@@ -131,6 +132,10 @@ async def connected(service: Service, port: int) -> AsyncIterator[None]:
     record = _own_record(service, port)
     service.pool = WorkerPool(registry, record, service.dispatcher, service.on_failure, context)
     service.pool.start()
+    traces = TraceExporter.of_environment(service.instance_id, service.metrics.traces_lost.inc)
+    if traces is not None:
+        service.timelines.on_end = traces.add
+        traces.start()
     if service.transcribes:
         service.recordings = AudioWindows(crashed)
     try:
@@ -140,6 +145,8 @@ async def connected(service: Service, port: int) -> AsyncIterator[None]:
             service.recordings.close()
         service.intake.close()
         await service.pool.close()
+        if traces is not None:
+            await asyncio.to_thread(traces.close)
         fetcher.close()
         with contextlib.suppress(RedisError, OSError):
             await service.redis.aclose()

@@ -1,5 +1,5 @@
-"""What monitoring systems read: the metrics of all instances at one address, and where each instance is.
+"""What monitoring systems read: the metrics of all instances at one address, where each instance is, and traces.
 
-`scrape` asks the instances and merges their answers, `targets` lists them for Prometheus. May import `proxy.service`
-and the layers below.
+`scrape` asks the instances and merges their answers, and lists them for Prometheus; `otlp` exports traces. May import
+`proxy.service` and the layers below.
 """

@@ -85,6 +85,7 @@ class ProxyMetrics:
         self.scrape_failures = counter(
             "scrape_failures", "Instances without readable metrics when /metrics/cluster asked them.", ["role"]
         )
+        self.traces_lost = counter("traces_lost", "Ended requests whose traces the collector did not take.")
         self.handoffs = Rate()
         """Inputs, and keys and values, that have come to their destinations."""
         self.workers = gauge("workers", "Workers in use.", ["role"])
@@ -150,6 +151,8 @@ class RequestRecord:
     created_s: float = 0.0
     spans: list[Span] = field(default_factory=list)
     end: dict[str, Any] = field(default_factory=dict)
+    traceparent: str | None = None
+    """The caller's header of W3C Trace Context, unchecked."""
 
     def to_json(self, max_spans: int = MAX_SPANS) -> dict[str, Any]:
         """Return the record with the first `max_spans` spans in order of start; `outcome` is None until the end."""
@@ -173,11 +176,13 @@ class Timelines:
 
     def __init__(self) -> None:
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+        self.on_end: Callable[[RequestRecord], None] | None = None
+        """Called with each ended request, where traces are exported."""
 
-    def open(self, request_id: str, route: str, model: str, created_s: float) -> None:
+    def open(self, request_id: str, route: str, model: str, created_s: float, traceparent: str | None = None) -> None:
         """Start the record of an admitted request, in place of an older one of the same id."""
         self._records.pop(request_id, None)
-        self._keep(RequestRecord(request_id, route, model, created_s))
+        self._keep(RequestRecord(request_id, route, model, created_s, traceparent=traceparent))
 
     def begin(self, job_id: str, first: Span) -> None:
         """Start the timeline of a job's response, unless another job has. Spans of unknown responses are discarded."""
@@ -192,11 +197,18 @@ class Timelines:
         if record is not None:
             record.spans.extend(list(spans)[: MAX_SPANS - len(record.spans)])
 
-    def close(self, request_id: str, figures: dict[str, Any]) -> None:
-        """Note the end of a request."""
+    def close(self, request_id: str, figures: dict[str, Any]) -> dict[str, int]:
+        """Note the end of a request. Returns the milliseconds of each stage, added up, as far as known."""
         record = self._records.get(request_id)
-        if record is not None:
-            record.end = figures
+        if record is None:
+            return {}
+        record.end = figures
+        if self.on_end is not None:
+            self.on_end(record)
+        seconds: dict[str, float] = {}
+        for span in record.spans:
+            seconds[span.stage] = seconds.get(span.stage, 0.0) + span.end_s - span.start_s
+        return {stage: round(1000 * value) for stage, value in seconds.items()}
 
     def get(self, request_id: str) -> dict[str, Any] | None:
         """Return a timeline as JSON, in order of start; None for an unknown, discarded or unplaced request."""

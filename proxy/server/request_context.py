@@ -154,7 +154,8 @@ class AdmissionController:
         context = RequestContext(
             request, request_id, time.time(), now_s, deadline_s, max_body_bytes, Reservation(self.budget)
         )
-        self.timelines.open(request_id, request.url.path, self.model, context.created_s)
+        traceparent = request.headers.get("traceparent")
+        self.timelines.open(request_id, request.url.path, self.model, context.created_s, traceparent)
         headers = {REQUEST_ID_HEADER: request_id}
         log.debug("request accepted", request=request_id, route=request.url.path)
         payloads = endpoint(context)
@@ -195,9 +196,9 @@ class AdmissionController:
                 "total_ms": round(1000 * (now_s - context.arrival_s)),
                 "outcome": context.outcome,
             }
-            self.timelines.close(context.id, figures)
+            stages_ms = self.timelines.close(context.id, figures)
             route = context.request.url.path
-            log.info("request ended", request=context.id, route=route, model=self.model, **figures)
+            log.info("request ended", request=context.id, route=route, model=self.model, stages_ms=stages_ms, **figures)
 
 
 async def _unless_disconnected(context: RequestContext, work: Awaitable[T]) -> T:
