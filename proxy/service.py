@@ -20,7 +20,7 @@ from common.text.token_text import TokenTexts
 from proxy.conversation.dialect import Dialect, choose
 from proxy.dispatch.dispatcher import Dispatcher
 from proxy.dispatch.jobs import Job
-from proxy.dispatch.placement import any_encodes, imbalance, missing
+from proxy.dispatch.placement import WHOLE, any_encodes, imbalance, missing
 from proxy.dispatch.text_stream import TextStream
 from proxy.dispatch.worker_pool import WorkerPool
 from proxy.media.audio import AudioWindows
@@ -121,6 +121,26 @@ class Service:
             workers = self.pool.workers(role)
             self.metrics.workers.labels(role).set(len(workers))
             self.metrics.load_imbalance.labels(role).set(imbalance(workers))
+        self._update_cell()
+
+    def _update_cell(self) -> None:
+        """Set the numbers of the cell as its workers put them into the registry, at most some seconds ago."""
+        metrics, name = self.metrics, self.model_name
+        records = [record for one, record in self.pool.seen.items() if one not in self.pool.refused]
+        for role in WORKER_ROLES:
+            work_s = sum(one.figures.get("outstanding_work_seconds", 0.0) for one in records if one.role == role)
+            metrics.outstanding_work.labels(role).set(work_s)
+        figures = [one.figures for one in records if one.role in ("decode", *WHOLE)]
+
+        def total(figure: str) -> float:
+            return sum(one.get(figure, 0.0) for one in figures)
+
+        num_blocks = total("kv_blocks_usable")
+        metrics.cell_waiting.labels(name).set(total("requests_waiting"))
+        metrics.cell_running.labels(name).set(total("requests_running"))
+        metrics.cell_kv_usage.labels(name).set(total("kv_blocks_used") / num_blocks if num_blocks else 0.0)
+        metrics.cell_cache.clear()
+        metrics.cell_cache.labels(name, str(self.settings.engine.block_size), str(round(num_blocks))).set(1)
 
     def check_model(self, model: str | None) -> None:
         """Raise TriptychError("model_not_found") for a model that is not served here."""

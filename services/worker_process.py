@@ -43,6 +43,7 @@ from services.process.http_server import HttpServer, make_app, protect
 from services.process.metrics import WorkerMetrics
 from services.process.request_owners import RequestOwners
 from services.process.watchdog import Watchdog
+from services.process.work import WorkMeter
 from services.roles.factory import check_role
 from services.worker_context import RoleService, WorkerContext
 
@@ -126,6 +127,7 @@ class WorkerProcess:
         self._role = role(self._context)
         self._watchdog = Watchdog(self._role.threads, settings.step_timeout_s)
         self._reader = ChannelReader(self._reading, settings.cluster, instance_id, self._role.channels)
+        self._work = WorkMeter()
         self._add_metrics()
 
     async def run(self) -> int:
@@ -254,6 +256,7 @@ class WorkerProcess:
         """Once a second, send a heartbeat to all proxies and discard requests of silent or lost proxies."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
+            self._work.look(sum(thread.worked_s for thread in self._role.threads), self._proxies.ended_work)
             for proxy in self._proxies.present:
                 self._context.send(proxy, Heartbeat())
             for request_id in self._proxies.pop_orphans():
@@ -282,6 +285,7 @@ class WorkerProcess:
         metrics, role, channels = self._context.metrics, self._role, self._context.channels
         metrics.gauges["requests_outstanding"] = lambda: len(self._proxies)
         metrics.gauges["requests_outstanding_tokens"] = lambda: self._proxies.num_tokens
+        metrics.gauges["outstanding_work_seconds"] = lambda: self._work.seconds_of(self._proxies.work)
         metrics.gauges["requests_orphaned_total"] = lambda: self._proxies.num_orphans
         metrics.gauges["requests_unknown_total"] = lambda: self._proxies.num_unknown
         metrics.gauges["first_request_delay_seconds"] = lambda: self._membership.first_request_delay_s

@@ -65,6 +65,8 @@ class EngineThread(Generic[E, Event]):
         self._outbound: deque[list[Event]] = deque()
         self._has_events = asyncio.Event()
         self._busy_since_s: float | None = None
+        self.worked_s = 0.0
+        """Seconds of all turns that have ended."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.loaded: asyncio.Future[None] = self._loop.create_future()
@@ -136,7 +138,7 @@ class EngineThread(Generic[E, Event]):
 
     def _turn(self, engine: E) -> bool:
         commands = self._pop_commands(engine)
-        self._busy_since_s = time.monotonic()
+        since_s = self._busy_since_s = time.monotonic()
         for command in commands:
             if command is None:
                 return False
@@ -149,6 +151,7 @@ class EngineThread(Generic[E, Event]):
                 self._outbound.append(events)
                 self._post(self._has_events.set)
         self._busy_since_s = None
+        self.worked_s += time.monotonic() - since_s
         return True
 
     def _pop_commands(self, engine: E) -> list[Callable[[E], None] | None]:

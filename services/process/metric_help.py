@@ -10,6 +10,7 @@ HELP: Final[dict[str, str]] = {
     "requests_waiting": "Requests that wait for room or for inputs.",
     "requests_outstanding": "Requests that have not ended, by this worker's own books.",
     "requests_outstanding_tokens": "Tokens of these requests at most, prompts and outputs together.",
+    "outstanding_work_seconds": "Seconds this worker needs for its requests, at the rate of those that ended lately.",
     "first_request_delay_seconds": "From this worker's entry in the registry to its first request; 0 before that.",
     "draining": "1 while this worker finishes what it has before it leaves, else 0.",
     "requests_total": "Requests taken.",

@@ -32,6 +32,7 @@ FIGURES: Final = (
     "offers_open",
     "handoffs_open",
     "prefills_open",
+    "outstanding_work_seconds",
 )
 """Load and caches of a worker, few enough for every heartbeat."""
 

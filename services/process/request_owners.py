@@ -41,6 +41,8 @@ class RequestOwners:
         """Requests discarded because of a lost or silent proxy."""
         self.num_unknown = 0
         """Inquiries of proxies about unknown requests."""
+        self.ended_work = 0
+        """Tokens at most of all requests that have ended; of an encoder's, items."""
         self._lost: dict[bytes, dict[str, int]] = {}  # discarded requests, in case the proxy comes back
         self._ended: dict[str, int] = {}  # attempts of the last requests that ended with the proxy's knowledge
         self.first_request_s: float | None = None
@@ -64,6 +66,11 @@ class RequestOwners:
         """Upper bound of the tokens of all requests under way."""
         return sum(request.num_tokens for request in self._requests.values())
 
+    @property
+    def work(self) -> int:
+        """Upper bound of the tokens of all requests under way; of an encoder's, their items."""
+        return sum(max(1, request.num_tokens) for request in self._requests.values())
+
     def get(self, request_id: str) -> OwnedRequest | None:
         """Return a request under way; None for an ended or unknown request."""
         return self._requests.get(request_id)
@@ -77,6 +84,7 @@ class RequestOwners:
         """Remove a request after its end is known to the proxy."""
         request = self._requests.pop(request_id, None)
         if request is not None:
+            self.ended_work += max(1, request.num_tokens)
             log.debug("request ended", request=request_id, attempt=request.attempt)
             self._ended.pop(request_id, None)
             self._ended[request_id] = request.attempt
