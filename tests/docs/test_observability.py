@@ -1,0 +1,73 @@
+"""The board and the alerts of docs/observability use names that exist, in expressions that Prometheus takes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+DOCS = Path(__file__).parents[2] / "docs"
+BOARD, ALERTS = DOCS / "observability" / "grafana.json", DOCS / "observability" / "alerts.yaml"
+ROW = re.compile(r"^\| `([a-z_:]+)` \| (counter|gauge|histogram) \|", re.MULTILINE)
+
+
+def known_names() -> set[str]:
+    """Names as Prometheus stores them, by the reference page; another test keeps its tables current."""
+    rows = ROW.findall((DOCS / "reference" / "metrics.md").read_text())
+    parts = {f"{name}_{part}" for name, kind in rows if kind == "histogram" for part in ("bucket", "sum", "count")}
+    return {name for name, kind in rows if kind != "histogram"} | parts | {"triptych_up"}
+
+
+def panels() -> list[dict[str, Any]]:
+    return json.loads(BOARD.read_text())["panels"]
+
+
+def rules() -> list[dict[str, Any]]:
+    return [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
+
+
+def expressions() -> list[str]:
+    return [target["expr"] for panel in panels() for target in panel["targets"]] + [rule["expr"] for rule in rules()]
+
+
+def test_every_name_exists() -> None:
+    used = {name for expression in expressions() for name in re.findall(r"\b(?:triptych|vllm)[a-z_:]*", expression)}
+    assert len(used) > 20
+    assert used - known_names() == set()
+
+
+def test_panels_do_not_overlap_and_each_has_a_title_a_unit_and_a_source() -> None:
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels()]
+    assert len(set(places)) == len(places)
+    assert len({panel["id"] for panel in panels()}) == len(places)
+    for panel in panels():
+        assert panel["title"]
+        assert panel["fieldConfig"]["defaults"]["unit"]
+        assert panel["datasource"]["uid"] == "${source}"
+
+
+def test_every_alert_says_what_is_wrong_and_what_to_do() -> None:
+    assert len({rule["alert"] for rule in rules()}) == len(rules())
+    for rule in rules():
+        assert rule["annotations"].keys() == {"summary", "action"}
+        assert rule["labels"]["severity"] in ("critical", "warning", "info")
+
+
+@pytest.mark.slow
+def test_prometheus_takes_the_alerts_and_the_boards_expressions(tmp_path: Path) -> None:
+    tool = shutil.which("promtool")
+    if tool is None:
+        pytest.skip("promtool is missing: apt-get install prometheus")
+    queries = [target["expr"].replace("$__rate_interval", "5m") for panel in panels() for target in panel["targets"]]
+    board = tmp_path / "board.yaml"
+    recorded = [{"record": f"board:{number}", "expr": query} for number, query in enumerate(queries)]
+    board.write_text(yaml.safe_dump({"groups": [{"name": "board", "rules": recorded}]}))
+    for file in (ALERTS, board):
+        result = subprocess.run([tool, "check", "rules", str(file)], capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stdout + result.stderr
