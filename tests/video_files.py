@@ -31,7 +31,7 @@ def video_file(
     muxer: str = "mp4",
     rotation: float = 0,
     times: list[int] | None = None,
-    movflags: str = "",
+    pix_fmt: str = "yuv420p",
     **options: Any,
 ) -> bytes:
     """A video of `frames`, as FFmpeg's `codec` and `muxer` write it; `options` are the codec's.
@@ -40,10 +40,10 @@ def video_file(
     in degrees counter-clockwise.
     """
     buffer = io.BytesIO()
-    with av.open(buffer, "w", format=muxer, options={"movflags": movflags} if movflags else {}) as file:
+    with av.open(buffer, "w", format=muxer) as file:
         stream = file.add_stream(codec, rate=fps, options={name: str(value) for name, value in options.items()})
         stream.height, stream.width = frames.shape[1:3]
-        stream.pix_fmt = "yuv420p"
+        stream.pix_fmt = pix_fmt
         if rotation:
             stream.set_display_rotation(rotation)
         for number, pixels in enumerate(frames):
