@@ -35,6 +35,7 @@ ReasoningParser = Literal["auto", "none", "think"]
 GenerationConfigSource = Literal["auto", "none"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
+Quantization = Literal["int8"]
 MediaScheme = Literal["data", "http", "https"]
 PreemptionPolicy = Literal["auto", "recompute", "swap"]
 Transport = Literal["auto", "shm", "zmq", "redis", "nixl", "cuda"]
@@ -72,6 +73,12 @@ class EngineConfig(BaseModel):
     dtype: DType = _setting("auto", "Precision; auto: the checkpoint's own on CUDA, float32 on a CPU.", "Engine")
     load_format: LoadFormat = _setting(
         "auto", "dummy: random weights instead of the checkpoint's, to measure speed and memory."
+    )
+    quantization: Quantization | None = _setting(
+        None,
+        "int8: keep the weights of the decoder's linear layers, the output head included, as 8-bit integers.",
+        "Engine",
+        shown="as the checkpoint has them",
     )
     block_size: int = _setting(16, "Token slots in one KV block.", "Engine", ge=1, le=256)
     memory_fraction: float | None = _setting(

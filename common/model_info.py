@@ -15,6 +15,7 @@ import msgspec
 
 from common.errors import TriptychError, invalid
 from common.families import Family, MediaKind, find_family
+from common.quantisation import Quantisation, read_quantisation
 from common.sampling_params import SamplingParams
 
 _SIZES: Final = re.compile(
@@ -169,6 +170,11 @@ class ModelInfo:
         return JsonObject({**text_defaults(self.config), **self.config, **nested})
 
     @cached_property
+    def quantisation(self) -> Quantisation | None:
+        """How the weights are quantised; None for plain ones."""
+        return read_quantisation(self.config, self.name)
+
+    @cached_property
     def is_encoder_decoder(self) -> bool:
         return self.family.is_encoder_decoder
 
@@ -263,18 +269,14 @@ def load_model_info(model: str) -> ModelInfo:
     """Read a model's JSON files.
 
     Raises TriptychError("model_not_found") for an unknown model, a broken file, an architecture that is not supported,
-    and quantised weights.
+    and weights quantised in a way that is not.
     """
     folder = resolve_model(model)
     name = folder.name if Path(model).exists() else model
     config = read_json(folder / "config.json")
     architecture = str([*(config.get("architectures") or ()), "(none given)"][0])
     family = find_family(architecture)
-    quantisation = {**(config.get("text_config") or {}), **config}.get("quantization_config")
-    if quantisation:
-        method = quantisation.get("quant_method", "unknown")
-        message = f"the weights of {name} are quantised ({method}); only unquantised safetensors are supported"
-        raise TriptychError("model_not_found", message, "model")
+    read_quantisation(config, name)  # refuses what is not supported
     generation, preprocessor = (read_json(folder / f"{kind}_config.json") for kind in ("generation", "preprocessor"))
     return ModelInfo(folder, name, architecture, family, config, generation, preprocessor)
 

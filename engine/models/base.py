@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from engine.models.layers import Linear
 from engine.processors import ProcessedInput
 from engine.state.bias import AttentionBias
 from engine.state.spec import DecoderSpec
@@ -117,6 +118,8 @@ class DecoderModel(nn.Module, ABC):
 
     spec: DecoderSpec
     layout: CheckpointLayout
+    embed_tokens: nn.Embedding
+    lm_head: Linear | None
 
     @abstractmethod
     def sources(self) -> Sources:

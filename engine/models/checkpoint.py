@@ -17,6 +17,14 @@ from torch import Tensor
 from engine.models.checkpoint_index import CheckpointError, TensorEntry, read_index
 
 _DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+_ALL_DTYPES: Final = {
+    **_DTYPES,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
 _STAGING_BYTES: Final = 16 * 2**20
 
 
@@ -63,6 +71,19 @@ class Checkpoint:
                 _read_exactly(file, staging, entry)
                 piece.copy_(staging)
         self.read_bytes += entry.size_bytes
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor as the file has it, small dtypes included. Raises CheckpointError for another dtype."""
+        entry = self.entries[name]
+        if entry.dtype not in _ALL_DTYPES:
+            supported = ", ".join(_ALL_DTYPES)
+            raise CheckpointError(f"{name} in {entry.path} has dtype {entry.dtype}; supported: {supported}")
+        out = torch.empty(entry.shape, dtype=_ALL_DTYPES[entry.dtype])
+        file = self._open(entry.path)
+        file.seek(entry.offset)
+        _read_exactly(file, out.view(-1), entry)
+        self.read_bytes += entry.size_bytes
+        return out
 
     def _open(self, path: Path) -> FileIO:
         if path not in self._files:

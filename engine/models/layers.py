@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from common.telemetry import get_logger
 from engine.models.config import TextConfig
+from engine.models.quantised.weight import SmallWeight
 from engine.native import ops
 from engine.native.build import in_one_line
 
@@ -98,14 +99,20 @@ def use_layer_kernels(device: torch.device, attention_backend: str) -> bool:
 
 
 class Linear(nn.Linear):
-    """[m, in_features] -> [m, out_features]"""
+    """[m, in_features] -> [m, out_features]; a quantised weight can take the place of the parameter."""
+
+    def replace_weight(self, weight: SmallWeight) -> None:
+        del self.weight
+        self.weight = weight  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | SmallWeight, bias: Tensor | None = None) -> Tensor:
     """x [m, k], weight [n, k] -> [m, n]"""
+    if isinstance(weight, SmallWeight):
+        return weight.multiply(x, bias)
     if kernels_for(x) is ops and ops.serves_linear(x, weight):
         return ops.linear(x, weight, bias)
     return F.linear(x, weight, bias)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,12 @@ from common.model_info import ModelInfo
 from engine.models.base import CheckpointLayout, LoadReport, Sources, Zeros
 from engine.models.checkpoint import Checkpoint
 from engine.models.checkpoint_index import CheckpointError
+from engine.models.layers import Linear
+from engine.models.quantised.formats import decode_weight
+from engine.models.quantised.names import UNREAD, check_quantised, is_quantised, parts_of
+from engine.models.quantised.weight import SmallWeight, quantise_int8, stacked
+
+_ONLY_LINEAR: Final = "; only the linear layers of decoders may be quantised"
 
 
 def load_weights(
@@ -22,31 +29,82 @@ def load_weights(
     dtype: torch.dtype,
     *,
     unused: tuple[str, ...] = (),
+    as_int8: bool = False,
 ) -> LoadReport:
     """Replace the module's parameters (on the meta device) by the checkpoint's, converted to `dtype` on `device`.
 
     Reads only the tensors of this module. `unused` are local names that a checkpoint may have and that are not
-    needed, such as a tied head. Raises CheckpointError naming every tensor that is missing or that the module does
-    not know.
+    needed, such as a tied head. Weights of `Linear` layers stay as small as the checkpoint has them, or with `as_int8`
+    become 8-bit integers. Raises CheckpointError naming every tensor that is missing or that the module does not know.
     """
     start_s = time.perf_counter()
     shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
     with Checkpoint(info.folder) as checkpoint:
+        check_quantised(info, checkpoint.entries, as_int8=as_int8)
         names = _local_names(checkpoint, layout)
-        _check_names(names, sources, unused, info)
-        state = {}
+        small = _SmallWeights(checkpoint, names, info, as_int8=as_int8)
+        layers = _linear_layers(module)
+        _check_names(names, _replaced(sources, layers, small), unused, info)
+        state, small_bytes = {}, 0
         for name, parts in sources.items():
+            if name in layers and small.has(parts):
+                weight = small.load(parts, device, dtype)
+                layers[name].replace_weight(weight)
+                small_bytes += weight.nbytes
+                continue
             state[name] = _load_parameter(checkpoint, names, parts, shapes[name], device, dtype)
         module.load_state_dict(state, assign=True)
         read_bytes = checkpoint.read_bytes
     module.requires_grad_(False).eval()
-    wanted = {names[part] for parts in sources.values() for part in parts if isinstance(part, str)}
+    wanted = {names[part] for parts in sources.values() for part in parts if isinstance(part, str) and part in names}
     return LoadReport(
         names=tuple(sorted(wanted)),
         read_bytes=read_bytes,
-        parameter_bytes=sum(tensor.nbytes for tensor in state.values()),
+        parameter_bytes=sum(tensor.nbytes for tensor in state.values()) + small_bytes,
         seconds=time.perf_counter() - start_s,
     )
+
+
+class _SmallWeights:
+    """The weights of linear layers that are kept small."""
+
+    def __init__(self, checkpoint: Checkpoint, names: dict[str, str], info: ModelInfo, *, as_int8: bool) -> None:
+        self._checkpoint, self._names, self._how, self._as_int8 = checkpoint, names, info.quantisation, as_int8
+
+    def tensors(self, part: str) -> dict[str, str]:
+        """Return the local names of a part's quantised tensors by role; nothing for a plain part."""
+        return {} if self._how is None else parts_of(part.removesuffix(".weight"), self._names)
+
+    def has(self, parts: tuple[str | Zeros, ...]) -> bool:
+        return self._as_int8 or any(self.tensors(part) for part in parts if isinstance(part, str))
+
+    def load(self, parts: tuple[str | Zeros, ...], device: torch.device, dtype: torch.dtype) -> SmallWeight:
+        """Load a layer's weight; parts that the checkpoint has unquantised stay so, in `dtype`."""
+        return stacked([self._load(part, device, dtype) for part in parts if isinstance(part, str)])
+
+    def _load(self, part: str, device: torch.device, dtype: torch.dtype) -> SmallWeight | Tensor:
+        tensors = self.tensors(part)
+        if self._how is not None and tensors:
+            read = {role: self._checkpoint.read(self._names[name]) for role, name in tensors.items()}
+            return decode_weight(part.removesuffix(".weight"), read, self._how).to(device)
+        plain = self._checkpoint.read(self._names[part]).to(device)
+        return quantise_int8(plain) if self._as_int8 else plain.to(dtype)
+
+
+def _linear_layers(module: nn.Module) -> dict[str, Linear]:
+    """Return the layers whose weights can be small, by the names of their weights."""
+    return {f"{name}.weight": layer for name, layer in module.named_modules() if isinstance(layer, Linear)}
+
+
+def _replaced(sources: Sources, layers: dict[str, Linear], small: _SmallWeights) -> Sources:
+    """Return the sources with the quantised tensors of linear layers in place of their weights."""
+    named: Sources = {}
+    for name, parts in sources.items():
+        inner = [small.tensors(part) if name in layers and isinstance(part, str) else {} for part in parts]
+        named[name] = tuple(
+            one for part, roles in zip(parts, inner, strict=True) for one in (roles.values() or (part,))
+        )
+    return named
 
 
 def _local_names(checkpoint: Checkpoint, layout: CheckpointLayout) -> dict[str, str]:
@@ -62,12 +120,15 @@ def _local_names(checkpoint: Checkpoint, layout: CheckpointLayout) -> dict[str, 
 
 def _check_names(names: dict[str, str], sources: Sources, unused: tuple[str, ...], info: ModelInfo) -> None:
     needed = {part for parts in sources.values() for part in parts if isinstance(part, str)}
+    if info.quantisation is not None:
+        unused = (*unused, *(name for name in names if name.endswith(UNREAD)))
     missing = sorted(needed - names.keys())
     unknown = sorted(names[ours] for ours in names.keys() - needed - set(unused))
     if missing or unknown:
         raise CheckpointError(
             f"the weights in {info.folder} are not those of {info.architecture} as its config.json describes it: "
             f"missing {_listed(missing)}; unexpected {_listed(unknown)}"
+            f"{_ONLY_LINEAR if any(map(is_quantised, unknown)) else ''}"
         )
 
 

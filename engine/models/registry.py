@@ -5,6 +5,7 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from common.errors import TriptychError
 from common.model_info import ModelInfo
 from engine.models.base import DecoderModel, EncoderModel, LoadReport, Sources
 from engine.models.dummy import draw_weights
+from engine.models.layers import Linear
 from engine.models.loader import load_weights
+from engine.models.quantised.weight import SmallWeight, quantise_int8
 from engine.models.skeleton import without_memory
 
 
@@ -26,19 +29,40 @@ def make_decoder(info: ModelInfo) -> DecoderModel:
 
 
 def load_decoder(
-    info: ModelInfo, device: torch.device, dtype: torch.dtype, load_format: LoadFormat = "auto"
+    info: ModelInfo,
+    device: torch.device,
+    dtype: torch.dtype,
+    load_format: LoadFormat = "auto",
+    *,
+    as_int8: bool = False,
 ) -> tuple[DecoderModel, LoadReport]:
     """Load the decoder of a model, without encoder weights; random weights with the load format "dummy".
 
-    Raises TriptychError("model_not_found") for a wrong or unsupported configuration, CheckpointError where the weights
-    do not fit. Both name the fault.
+    With `as_int8`, the weights of its linear layers become 8-bit integers. An output head that is the embedding gets a
+    copy of its own: the embedding stays exact. Raises TriptychError("model_not_found") for a wrong or unsupported
+    configuration, CheckpointError where the weights do not fit. Both name the fault.
     """
     model = make_decoder(info)
     if load_format == "dummy":
-        return model, draw_weights(model, device, dtype)
+        report = draw_weights(model, device, dtype)
+        return model, (replace(report, parameter_bytes=_quantise(model)) if as_int8 else report)
     tied = () if "lm_head.weight" in dict(model.named_parameters()) else ("lm_head.weight",)
-    report = load_weights(model, model.sources(), model.layout, info, device, dtype, unused=tied)
-    return model, report
+    report = load_weights(model, model.sources(), model.layout, info, device, dtype, unused=tied, as_int8=as_int8)
+    return model, (replace(report, parameter_bytes=_quantise(model)) if as_int8 else report)
+
+
+def _quantise(model: DecoderModel) -> int:
+    """Make 8-bit integers of the weights of linear layers that are none yet; return the bytes of all weights."""
+    if model.lm_head is None:
+        model.lm_head = Linear(1, 1, bias=False, device="meta")
+        model.lm_head.replace_weight(quantise_int8(model.embed_tokens.weight))
+    weights = []
+    for layer in model.modules():
+        if isinstance(layer, Linear):
+            if not isinstance(layer.weight, SmallWeight):
+                layer.replace_weight(quantise_int8(layer.weight))
+            weights.append(layer.weight)
+    return sum(one.nbytes for one in (*weights, *model.parameters()))
 
 
 def make_encoder(info: ModelInfo) -> EncoderModel:

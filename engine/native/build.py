@@ -1,7 +1,7 @@
 """Compile the kernels with this machine's C++ compiler and load the library; four seconds, once per machine.
 
-The kernels use AVX-512 with bfloat16 products (x86 servers from Cooper Lake, Zen 4 on). Whoever lacks these, or a
-compiler, computes with PyTorch alone.
+The kernels of a decode step use AVX-512 with bfloat16 products (x86 servers from Cooper Lake, Zen 4 on), those of
+quantised weights AVX2. Whoever lacks these, or a compiler, computes with PyTorch alone.
 """
 
 from __future__ import annotations
@@ -14,11 +14,26 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
-SOURCE: Final = Path(__file__).with_name("kernels.cpp")
-FLAGS: Final = ("-O3", "-march=x86-64-v4", "-mavx512bf16", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
-_CPU_FLAGS: Final = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
+
+class KernelSource(NamedTuple):
+    """A C++ file, how it is compiled, and what the processor must have (by the names of /proc/cpuinfo)."""
+
+    path: Path
+    flags: tuple[str, ...]
+    cpu_flags: frozenset[str]
+
+
+_FLAGS: Final = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
+STEP: Final = KernelSource(
+    Path(__file__).with_name("kernels.cpp"),
+    ("-march=x86-64-v4", "-mavx512bf16", *_FLAGS),
+    frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}),
+)
+QUANTISED: Final = KernelSource(
+    Path(__file__).with_name("quantised.cpp"), ("-march=x86-64-v3", *_FLAGS), frozenset({"avx2", "fma", "f16c"})
+)
 _COMPILERS: Final = ("c++", "g++", "clang++")
 _TIMEOUT_S: Final = 120.0
 _SHOWN_CHARACTERS: Final = 300
@@ -35,16 +50,16 @@ def in_one_line(error: BaseException) -> str:
 
 
 @functools.cache
-def load_kernels() -> ctypes.CDLL:
+def load_kernels(source: KernelSource = STEP) -> ctypes.CDLL:
     """The compiled kernels. Raises KernelsUnavailableError without the processor, a compiler or a place to write."""
-    missing = _CPU_FLAGS - _cpu_flags()
+    missing = source.cpu_flags - _cpu_flags()
     if missing:
         raise KernelsUnavailableError(f"this processor lacks {', '.join(sorted(missing))}")
     # OpenMP is that of PyTorch, which has to be loaded first: two of them would compete for the cores.
     import torch  # noqa: F401
 
     try:
-        return ctypes.CDLL(str(compiled_kernels()))
+        return ctypes.CDLL(str(compiled_kernels(source)))
     except OSError as error:
         raise KernelsUnavailableError(f"the compiled kernels do not load: {error}") from error
 
@@ -57,13 +72,14 @@ def _cpu_flags() -> frozenset[str]:
     return frozenset(next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), []))
 
 
-def compiled_kernels() -> Path:
+def compiled_kernels(source: KernelSource = STEP) -> Path:
     """Return the path of the library, compiled if missing. The name contains source and flags, and fits any equal
     processor.
 
     An image whose workers have no compiler can call this while it is built.
     """
-    name = f"kernels-{hashlib.sha256(' '.join((SOURCE.read_text(), *FLAGS)).encode()).hexdigest()[:16]}.so"
+    digest = hashlib.sha256(" ".join((source.path.read_text(), *source.flags)).encode()).hexdigest()[:16]
+    name = f"{source.path.stem}-{digest}.so"
     path = _cache_folder() / name
     if path.exists():
         return path
@@ -74,10 +90,10 @@ def compiled_kernels() -> Path:
         )
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _compile(compiler, path)
+        _compile(compiler, source, path)
     except OSError:  # a read-only home, say: a folder of this process alone will do
         path = Path(tempfile.mkdtemp(prefix="triptych-")) / name
-        _compile(compiler, path)
+        _compile(compiler, source, path)
     return path
 
 
@@ -89,12 +105,12 @@ def _cache_folder() -> Path:
         return Path(tempfile.mkdtemp(prefix="triptych-"))
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _compile(compiler: str, source: KernelSource, path: Path) -> None:
     """Compile into a temporary file and rename: several workers may compile at once, and the last rename wins."""
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".so", delete=False) as file:
         temporary = Path(file.name)
     try:
-        command = [compiler, *FLAGS, str(SOURCE), "-o", str(temporary)]
+        command = [compiler, *source.flags, str(source.path), "-o", str(temporary)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
         if done.returncode != 0:
             first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])

@@ -75,7 +75,9 @@ class DecoderRunner:
         self.info = info
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device, info)
-        self.model, self.load_report = load_decoder(info, self.device, self.dtype, config.load_format)
+        self.model, self.load_report = load_decoder(
+            info, self.device, self.dtype, config.load_format, as_int8=config.quantization == "int8"
+        )
         self.spec = self.model.spec
         _check_room(self.spec, config)
         self.max_model_len = min(config.max_model_len or self.spec.max_model_len, self.spec.max_model_len)

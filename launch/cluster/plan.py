@@ -17,6 +17,7 @@ from common.errors import invalid
 from common.keys import ClusterKey, own_api_key
 from common.messages import Role
 from engine.models.checkpoint_index import read_index
+from engine.models.quantised.names import check_quantised
 from launch.cluster.children import Command
 from launch.cluster.configure import child_environment
 from launch.cluster.instance import Instance
@@ -114,7 +115,7 @@ def make_plan(settings: Settings, topology: str | Topology | None = None) -> Pla
     if info.media_kind is not None:
         make_processor(info)
     if settings.engine.load_format != "dummy":
-        read_index(info.folder)
+        check_quantised(info, read_index(info.folder), as_int8=settings.engine.quantization == "int8")
     reason, asked = "", topology or settings.topology
     if asked is None:
         asked, reason = usual_topology(info, None if runs_on_gpu(settings.engine) else available_cores())

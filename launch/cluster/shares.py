@@ -22,11 +22,11 @@ from common.errors import invalid
 from common.messages import Role
 from common.process.gpu_memory import GPU_FRACTION, process_bytes, total_gpu_memory
 from common.process.host_memory import available_memory
-from engine.models.checkpoint_index import read_index
+from engine.models.checkpoint_index import TensorEntry, read_index
 from launch.cluster.topology import Topology
 
 if TYPE_CHECKING:
-    from common.config import EngineConfig, LoadFormat
+    from common.config import EngineConfig
     from common.model_info import ModelInfo
 
 _THREAD_SHARE: Final[dict[Role, int]] = {
@@ -51,6 +51,8 @@ MAX_ENCODERS: Final = 0.5
 _OF_AN_ENCODER: Final = re.compile(
     r"(^|\.)(encoder|visual|vision_tower|vision_model|audio_tower|multi_modal_projector|connector)\."
 )
+_EMBEDDING: Final = re.compile(r"(^|\.)(embed_tokens|shared|embed_positions)\.weight$")
+_HEAD: Final = re.compile(r"(^|\.)(lm_head|proj_out)\.weight$")
 """Names in the families' checkpoints. Which tensors are whose, only the workers know for certain."""
 
 
@@ -95,7 +97,7 @@ def split_memory(
         return split_gpu(engine, topology, info)
     there = available_memory() if available is None else available
     # An encoder loads one part of the weights, a decoder the other; the size of each is not known here.
-    weights = (4 if engine.dtype in ("auto", "float32") else 2) * sum(count_parameters(info, engine.load_format))
+    weights = sum(weight_bytes(info, engine, 4 if engine.dtype in ("auto", "float32") else 2))
     prefilling, both = topology.prefill + topology.prefill_decode, topology.encode_prefill_decode
     encoders = topology.encoder + both + prefilling * (encoder_fallback and info.media_kind is not None)
     copies = [count for count in (encoders, prefilling + topology.decode + both) if count]
@@ -122,7 +124,7 @@ def split_gpu(
     total = total or total_gpu_memory()
     fraction = engine.memory_fraction or GPU_FRACTION
     item_bytes = 4 if engine.dtype == "float32" else 2
-    encoder, rest = (item_bytes * count for count in count_parameters(info, engine.load_format))
+    encoder, rest = weight_bytes(info, engine, item_bytes)
     most = fraction * MAX_ENCODERS / max(1, topology.encoder)
     kept = engine.encoder_output_cache_bytes or 0  # the usual outputs lie within what is there for a batch
     needed = UNKNOWN_SHARE if total is None else (process_bytes(engine) + encoder + BATCH_BYTES + kept) / total
@@ -150,21 +152,37 @@ def runs_on_gpu(engine: EngineConfig) -> bool:
     return engine.device == "cuda" or (engine.device == "auto" and Path("/proc/driver/nvidia/gpus").is_dir())
 
 
-def count_parameters(info: ModelInfo, load_format: LoadFormat = "auto") -> tuple[int, int]:
-    """Return the parameters of the encoder and of the rest, by the names in the headers of the checkpoint's files.
+def weight_bytes(info: ModelInfo, engine: EngineConfig, item_bytes: int) -> tuple[int, int]:
+    """Return the bytes of the weights of the encoder and of the rest, `item_bytes` for each parameter in full.
 
-    With the load format "dummy" no file is read: the models are built without memory, and importing torch takes
-    seconds. Raises CheckpointError for missing, damaged or cut files.
+    Told by the names and dtypes in the headers of the checkpoint's files. With the load format "dummy" no file is read:
+    the models are built without memory, and importing torch takes seconds. With 8-bit weights, matrices of the rest
+    take a byte for each parameter, and the embedding that much more where it is the head, too. Raises CheckpointError
+    for missing, damaged or cut files.
     """
-    if load_format == "dummy":
+    small = engine.quantization == "int8"
+    if engine.load_format == "dummy":
         from engine.models.registry import make_decoder, make_encoder
 
         built = make_encoder(info).module.parameters() if info.media_kind is not None else ()
-        return sum(one.numel() for one in built), sum(one.numel() for one in make_decoder(info).parameters())
-    encoder = rest = 0
-    for name, entry in read_index(info.folder).items():
-        if _OF_AN_ENCODER.search(name):
-            encoder += math.prod(entry.shape)
-        else:
-            rest += math.prod(entry.shape)
-    return encoder, rest
+        of_encoder = item_bytes * sum(one.numel() for one in built)
+        parameters = [(name, tuple(one.shape)) for name, one in make_decoder(info).named_parameters()]
+    else:
+        entries = read_index(info.folder)
+        of_encoder = sum(_held(one, item_bytes) for name, one in entries.items() if _OF_AN_ENCODER.search(name))
+        rest = {name: one for name, one in entries.items() if not _OF_AN_ENCODER.search(name)}
+        if not small:
+            return of_encoder, sum(_held(one, item_bytes) for one in rest.values())
+        parameters = [(name, one.shape) for name, one in rest.items()]
+    total, has_head = 0, any(_HEAD.search(name) for name, _ in parameters)
+    for name, shape in parameters:
+        is_embedding = bool(_EMBEDDING.search(name))
+        each = 1 if small and len(shape) == 2 and not is_embedding else item_bytes
+        total += math.prod(shape) * (each + (small and is_embedding and not has_head))
+    return of_encoder, total
+
+
+def _held(entry: TensorEntry, item_bytes: int) -> int:
+    """Return the bytes of a tensor once it is loaded: small dtypes are kept."""
+    is_small = entry.dtype not in ("F64", "F32", "F16", "BF16")
+    return entry.size_bytes if is_small else math.prod(entry.shape) * item_bytes

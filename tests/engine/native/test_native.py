@@ -177,12 +177,11 @@ def test_without_a_home_the_kernels_are_compiled_into_a_folder_of_this_process(
 def test_a_compiler_that_fails_is_named_with_its_first_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "kernels.cpp"
     broken.write_text("not C++")
-    monkeypatch.setattr(build, "SOURCE", broken)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     build.load_kernels.cache_clear()
     try:
         with pytest.raises(build.KernelsUnavailableError, match=r"cannot compile the kernels: .*error"):
-            build.load_kernels()
+            build.load_kernels(build.STEP._replace(path=broken))
         assert not list((tmp_path / "cache").rglob("*.so"))
     finally:
         build.load_kernels.cache_clear()

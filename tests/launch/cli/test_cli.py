@@ -116,8 +116,8 @@ def test_a_model_that_is_not_supported_is_refused_with_those_that_are(
         ),
         ('{"architectures": ["OPTForCausalLM"]}', "architecture OPTForCausalLM is not supported; supported: "),
         (
-            '{"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "awq"}}',
-            "are quantised (awq); only unquantised safetensors are supported",
+            '{"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "gguf"}}',
+            "quantization_config method gguf is not supported; supported: awq, gptq, fp8, compressed-tensors",
         ),
         (
             '{"architectures": "LlamaForCausalLM"}',

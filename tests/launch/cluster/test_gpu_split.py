@@ -6,16 +6,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from common.config import EngineConfig, Settings
 from common.errors import TriptychError
 from common.model_info import ModelInfo, load_model_info
 from common.process.gpu_memory import PROCESS_BYTES, total_gpu_memory
 from engine.models.checkpoint_index import CheckpointError
+from engine.models.registry import load_decoder
 from launch.cluster.plan import Plan
-from launch.cluster.shares import BATCH_BYTES, count_parameters, split_gpu, split_memory
+from launch.cluster.shares import BATCH_BYTES, split_gpu, split_memory, weight_bytes
 from launch.cluster.topology import parse_topology
 from tests.launch.cluster.weight_files import model_of
+from tests.tiny_models import make_llama
 from tests.tools.gpu_check.whisper_shape import whisper_large_v3
 from tools.gpu_check.shapes import Shape, qwen2_5_vl_3b
 
@@ -97,10 +100,10 @@ def test_random_weights_count_although_there_are_no_files(
     tmp_path: Path, shape: Callable[[], Shape], encoder: float, decoder: float
 ) -> None:
     info = load_model_info(str(shape().write(tmp_path)))
-    assert count_parameters(info, "dummy") == (pytest.approx(encoder, rel=0.02), pytest.approx(decoder, rel=0.02))
-    with pytest.raises(CheckpointError, match=r"has neither model\.safetensors"):
-        count_parameters(info)
     dummy = CUDA.model_copy(update={"load_format": "dummy"})
+    assert weight_bytes(info, dummy, 1) == (pytest.approx(encoder, rel=0.02), pytest.approx(decoder, rel=0.02))
+    with pytest.raises(CheckpointError, match=r"has neither model\.safetensors"):
+        weight_bytes(info, CUDA, 1)
     topology = parse_topology("1e1pd")
     with pytest.raises(TriptychError, match=r"weights of .* take"):
         split_gpu(dummy, topology, info, 6 * GIB if info.media_kind != "audio" else 3 * GIB)
@@ -127,4 +130,11 @@ def test_without_a_gpu_there_is_no_size() -> None:
 )
 def test_an_encoders_tensors_are_known_by_their_names(tmp_path: Path, name: str) -> None:
     info = model_of(tmp_path, **{name: 5}, model__decoder__layers__0__encoder_attn__w=7, lm_head__weight=11)
-    assert count_parameters(info) == (5, 18)
+    assert weight_bytes(info, CUDA, 2) == (10, 36)
+
+
+def test_eight_bit_weights_count_a_byte_each_and_a_tied_embedding_twice(tmp_path: Path) -> None:
+    info = load_model_info(str(make_llama(tmp_path / "llama")))
+    _, rest = weight_bytes(info, CUDA.model_copy(update={"quantization": "int8"}), 2)
+    _, report = load_decoder(info, torch.device("cpu"), torch.bfloat16, as_int8=True)
+    assert rest == pytest.approx(report.parameter_bytes, rel=0.1)
