@@ -176,7 +176,7 @@ async def test_the_registry_has_the_engines_figures_a_moment_later(broker_url: s
     async with worker(broker_url, redis) as running:
 
         async def told() -> bool:
-            return (await running.record()).figures == {"requests_running": 3.0}
+            return (await running.record()).figures == {"requests_running": 3.0, "outstanding_work_seconds": 0.0}
 
         await eventually(told, timeout_s=10)
 
