@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from common.errors import TriptychError
+from common.http.drain import drain_answer, wait_of
 from common.keys import api_keys
 from proxy.api.chat import chat_completions
 from proxy.api.completions import completions
@@ -69,6 +70,11 @@ def make_router(service: Service) -> APIRouter:
     @router.get("/ready")
     async def _ready(request: Request) -> Response:
         return _verdict(service.not_ready(), with_details=has_key(request))
+
+    @router.post("/drain")
+    async def _drain(request: Request) -> Response:
+        wait_s = wait_of(request.query_params.get("wait"))
+        return drain_answer(await service.admission.drain(wait_s), waited=wait_s > 0)
 
     @router.get("/metrics")
     async def _metrics() -> Response:

@@ -87,6 +87,8 @@ class Service:
         """Return why requests cannot be served now."""
         if self.admission.closing:
             return ("shutting down",)
+        if self.admission.draining:
+            return ("draining: it finishes what it has",)
         if failure := self.failure():
             return failure
         if not self.pool.broker_reachable:

@@ -174,12 +174,14 @@ class WorkerProcess:
         """Whether no request is under way."""
         return not len(self._proxies)
 
-    async def drain(self) -> int:
-        """Refuse new requests, finish requests under way, then end with status 0. Returns the number under way.
+    async def drain(self, wait_s: float = 0.0) -> int:
+        """Refuse new requests, finish requests under way, then end with status 0. Returns the number under way, at once
+        or when the worker may go, after `wait_s` seconds at the latest.
 
         Raises TriptychError for a worker that is switching its role.
         """
-        return await self._begin_drain(None)
+        left = await self._begin_drain(None)
+        return await self._drain.wait(wait_s) if wait_s > 0 else left
 
     async def switch(self, role: str) -> int:
         """Drain, and end with `next_role` set. Raises TriptychError for an impossible role."""

@@ -53,8 +53,14 @@ class RequireKey:
 def proxy_guard(settings: Settings) -> Guard:
     """Return the guard of the OpenAI API. Raises TriptychError("invalid_request") for a key file without keys."""
     keys = api_keys(settings)
-    is_open, open_paths = not keys, _open_paths(settings)
-    return lambda path, header, client: is_open or path in open_paths or _is_page(path) or keys.accepts(header)
+    token, open_paths = cluster_token(settings), _open_paths(settings)
+
+    def allows(path: str, header: str | None, client: str | None) -> bool:
+        if path in CONTROL_PATHS:
+            return may_control(token, header, client)
+        return not keys or path in open_paths or _is_page(path) or keys.accepts(header)
+
+    return allows
 
 
 def worker_guard(settings: Settings) -> Guard:

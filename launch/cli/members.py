@@ -78,10 +78,24 @@ class Members:
         Raises TriptychError: no such worker, it refuses, it still has requests after `timeout_s` seconds, or it has
         died instead, and another process has taken its place.
         """
+        proxy = (await self.records()).get(instance_id)
+        if proxy is not None and proxy.role == "proxy":
+            await self._drain_proxy(proxy, timeout_s, tell)
+            return
         record = await self.find(instance_id)
         await self._post(record, "drain")
         await self._watch(record, timeout_s, tell, self._has_left)
         tell(f"{instance_id} has left")
+
+    async def _drain_proxy(self, record: InstanceRecord, timeout_s: float, tell: Tell) -> None:
+        """Return once a proxy has nothing under way. Raises TriptychError where some is left after `timeout_s`."""
+        answer = await self._post(record, f"drain?wait={timeout_s:g}", wait_s=timeout_s)
+        if (left := int(answer.json()["outstanding"])) > 0:
+            message = (
+                f"{record.instance_id}: after {timeout_s:g} s it still has {_requests(left)}, and goes on draining"
+            )
+            raise TriptychError("timeout", message)
+        tell(f"{record.instance_id} has nothing under way; end it by SIGTERM")
 
     async def switch(self, instance_id: str, role: Role, timeout_s: float, tell: Tell) -> None:
         """Let a worker finish all work and come back in another role; return when the worker is ready.
@@ -101,10 +115,13 @@ class Members:
         await self._watch(record, timeout_s, tell, is_back)
         tell(f"{instance_id} has the role {role} now")
 
-    async def _post(self, record: InstanceRecord, path: str, body: dict[str, str] | None = None) -> None:
-        url = f"{record.http_address}/{path}"
+    async def _post(
+        self, record: InstanceRecord, path: str, body: dict[str, str] | None = None, *, wait_s: float = 0.0
+    ) -> httpx.Response:
+        host = record.http_address.rpartition("://")[2]  # of a proxy without the scheme
+        url = f"http://{host}/{path}"
         try:
-            response = await self._http.post(url, json=body)
+            response = await self._http.post(url, json=body, timeout=_HTTP_TIMEOUT_S + wait_s)
         except httpx.HTTPError as error:
             message = f"{record.instance_id} does not answer at {url}: {error!r}"
             raise TriptychError("unavailable", message) from error
@@ -113,6 +130,7 @@ class Members:
             raise invalid(message, "cluster_key")
         if response.is_error:
             raise invalid(f"{record.instance_id}: {_reason(response)}", "role")
+        return response
 
     async def _watch(self, record: InstanceRecord, timeout_s: float, tell: Tell, done: Done) -> None:
         """Tell each change in the number of requests left, until `done(record, its record now)`."""

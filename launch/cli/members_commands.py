@@ -49,7 +49,7 @@ def drain(flags: Flags, instance_id: Id, timeout: Timeout = 600.0) -> None:
       triptych drain e1
       triptych drain pd0 --broker redis://10.0.0.5:6379 --timeout 60
 
-    Returns when it has left. `serve` does not start it again.
+    Returns when it has left, or when a proxy has nothing under way. `serve` does not start a worker again.
     """
     _with_members(flags, lambda members: members.drain(instance_id, timeout, typer.echo))
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from common.http.drain import MAX_WAIT_S
 from proxy.api.openai_types import ChatRequest, CompletionRequest
 from proxy.api.sampling_fields import ACCEPTED_OFF, IGNORED, GenerationRequest
 from proxy.api.transcriptions import TranscriptionForm
@@ -80,6 +81,7 @@ def _paths() -> dict[str, Any]:
         ),
         "/health": _get("Is the process alive?", _STATUS, unavailable=True),
         "/ready": _get("Can requests be served?", _STATUS, unavailable=True),
+        "/drain": _drain(),
         "/metrics": _get("Numbers for Prometheus.", None),
         "/metrics/cluster": _get("The numbers of all instances, for Prometheus.", None),
         "/metrics/targets": _get("Where the instances are, for Prometheus.", {"type": "array", "items": _ANY}),
@@ -120,6 +122,16 @@ def _get(
     ]
     parameters += [] if query is None else [query]
     return {"get": {"summary": summary, "parameters": parameters, "responses": responses}}
+
+
+def _drain() -> dict[str, Any]:
+    """Describe the drain: an operator's, by the cluster's token, or from this machine without a cluster key."""
+    seconds = {"type": "number", "minimum": 0, "maximum": MAX_WAIT_S, "default": 0}
+    wait = {"name": "wait", "in": "query", "description": "Seconds to wait for the end of requests.", "schema": seconds}
+    content = {"application/json": {"schema": _STATUS}}
+    responses = _responses("Nothing is under way.", content)
+    responses["202"] = {"description": "Some requests are under way.", "content": content}
+    return {"post": {"summary": "Stop being ready.", "parameters": [wait], "responses": responses}}
 
 
 def _responses(description: str, content: dict[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,9 @@ from proxy.server.metrics import ProxyMetrics, Timelines
 
 CLIENT_CLOSED_REQUEST: Final = 499
 """Seen in metrics only: the client has left."""
+QUIET_S: Final = 1.5
+"""Time without a request after which a draining proxy may go: balancers notice after some looks at /ready."""
+_POLL_S: Final = 0.05
 REQUEST_ID_HEADER: Final = "x-request-id"
 _LINE_ENDS: Final = {character: f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
 """Escaped: many clients (httpx, and others with Python's rules for lines) would end a line of an event here."""
@@ -132,6 +135,19 @@ class AdmissionController:
     model: str
     inflight: int = 0
     closing: bool = False
+    draining: bool = False
+    """Whether this proxy is to get no new requests; those that come all the same are served."""
+
+    async def drain(self, wait_s: float) -> int:
+        """Stop being ready. Returns the number of requests under way: at once, or after QUIET_S without any, after
+        `wait_s` seconds at the latest."""
+        self.draining = True
+        end_s, quiet_since_s = time.monotonic() + wait_s, time.monotonic()
+        while (now_s := time.monotonic()) < end_s and now_s - quiet_since_s < QUIET_S:
+            await asyncio.sleep(_POLL_S)
+            if self.inflight:
+                quiet_since_s = time.monotonic()
+        return self.inflight
 
     async def answer(self, request: Request, prefix: str, max_body_bytes: int, endpoint: Endpoint) -> Response:
         """Answer a request by `endpoint`; the request id begins with `prefix`.

@@ -6,6 +6,7 @@ A file tells the worker's supervisor of the drain.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -20,6 +21,8 @@ ANNOUNCE_S: Final = 30.0
 """Longest wait for an absent broker: proxies notice the end of the worker by the closed connection."""
 NOTICE_S: Final = 1.5
 """Time after the announcement: all proxies read the registry twice a second, and earlier requests arrive."""
+ANSWER_S: Final = 0.2
+"""Time before the end of the process: who waits for the drain gets the answer."""
 _POLL_S: Final = 0.05
 VARIABLE: Final = "TRIPTYCH_DEPARTURE_NOTE"
 """Environment variable with the path of a DrainMarker."""
@@ -37,6 +40,8 @@ class DrainState:
         self._requested_s = float("inf")
         self._announced_s: float | None = None
         self.requested = False
+        self.over = asyncio.Event()
+        """Set once the worker may go."""
         self.next_role: Role | None = None
 
     def request(self, next_role: Role | None = None) -> None:
@@ -54,6 +59,19 @@ class DrainState:
             self._announced_s = time.monotonic()
 
     async def complete(self) -> None:
+        """Return ANSWER_S after the worker may go, as `wait` tells."""
+        await self._until_quiet()
+        self.over.set()
+        await asyncio.sleep(ANSWER_S)
+
+    async def wait(self, wait_s: float) -> int:
+        """Return the number of requests under way once the worker may go, or after `wait_s` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self.over.wait()
+        return self._num_open()
+
+    async def _until_quiet(self) -> None:
         """Return once the worker may go: requested, known to every proxy, and no request under way since.
 
         Without a broker the wait for the announcement ends after ANNOUNCE_S, and all waits after `patience_s`.

@@ -15,6 +15,7 @@ from starlette.routing import Route
 from common.config import Settings
 from common.errors import ErrorInfo, TriptychError
 from common.http.auth import Guard, RequireKey
+from common.http.drain import drain_answer, wait_of
 from common.http.server import Server, bind
 
 Check = Callable[[], str | None]
@@ -27,7 +28,7 @@ def make_app(
     ready: Check,
     metrics: Callable[[], Awaitable[bytes]],
     handoffs: Callable[[], list[dict[str, Any]]],
-    drain: Callable[[], Awaitable[int]],
+    drain: Callable[[float], Awaitable[int]],
     switch: Callable[[str], Awaitable[int]],
 ) -> Starlette:
     """Make the application of a worker.
@@ -35,7 +36,8 @@ def make_app(
     GET /health, /ready        200, or 503 with a reason
     GET /metrics               Prometheus' text format
     GET /debug/handoffs        see services.process.handoff_trace
-    POST /drain                202, the worker ends once idle; 400 with an error if refused
+    POST /drain[?wait=S]       202, the worker ends once idle; 400 with an error if refused; after at most S seconds,
+                               and 200 if the worker has nothing under way then
     POST /switch {"role": R}   202, the worker becomes an R once idle; 400 with an error if impossible
     """
 
@@ -51,8 +53,13 @@ def make_app(
     async def show_handoffs(_: Request) -> Response:
         return JSONResponse(handoffs())
 
-    async def begin_drain(_: Request) -> Response:
-        return await _accepted(drain())
+    async def begin_drain(request: Request) -> Response:
+        try:
+            wait_s = wait_of(request.query_params.get("wait"))
+            left = await drain(wait_s)
+        except TriptychError as error:
+            return _refusal(error.info)
+        return drain_answer(left, waited=wait_s > 0)
 
     async def begin_switch(request: Request) -> Response:
         try:

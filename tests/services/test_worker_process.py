@@ -405,8 +405,13 @@ async def test_a_drained_worker_is_marked_at_once_finishes_what_it_has_and_ends(
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.5):
             await asyncio.shield(leaving.running.task)
+    still = await leaving.post("/drain?wait=0.1")
+    assert (still.status_code, still.json()["outstanding"]) == (202, 1)
+    assert (await leaving.post("/drain?wait=soon")).status_code == 400
+    waiting = asyncio.create_task(leaving.post("/drain?wait=30"))
     leaving.running.shell._proxies.remove("late")
     async with asyncio.timeout(5):
+        assert ((await waiting).status_code, (await waiting).json()["outstanding"]) == (200, 0)
         assert await leaving.running.task == 0
     assert leaving.running.shell.next_role is None
     assert await redis.keys("c:*") == []
