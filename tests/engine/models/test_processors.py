@@ -57,7 +57,7 @@ def test_bad_media_says_what_is_wrong(qwen2_5_vl: Path, whisper: Path) -> None:
 def test_another_kind_than_the_models_is_refused(qwen2_5_vl: Path) -> None:
     processors.init_worker(str(qwen2_5_vl), "float32")
     error = refused("audio", sound_file(tone(1)))
-    assert (error.info.code, error.info.message) == ("invalid_request", "qwen2_5_vl takes image, not audio")
+    assert (error.info.code, error.info.message) == ("invalid_request", "qwen2_5_vl takes image and video, not audio")
 
 
 def test_what_cannot_be_set_up_is_refused(llama: Path, qwen2_5_vl: Path) -> None:

@@ -85,7 +85,7 @@ BAD_CHATS = (
     (_chat(use_beam_search=True, logprobs=True), "logprobs"),
     (_chat(length_penalty=0.5), "length_penalty"),
     (_chat(early_stopping=True), "early_stopping"),
-    (_chat(tools=[{"type": "function"}]), "tools"),
+    (_chat(tools=[{"type": "function"}]), "tools[0].function"),
     (_chat(response_format={"type": "yaml"}), "response_format.type"),
     (_chat(response_format={"type": "json_schema"}), "response_format"),
     (_chat(guided_json="{"), "guided_json"),
