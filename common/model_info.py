@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import re
@@ -140,6 +141,8 @@ def resolve_model(model: str) -> Path:
         found = (
             "the folder does not exist" if is_path else f"neither a folder, nor a hub id (owner/name), nor {bundled}"
         )
+        close = difflib.get_close_matches(model, bundled.split(", "), n=1)
+        found += f"; did you mean {close[0]!r}?" if close else ""
         raise TriptychError("model_not_found", f"cannot find the model {model!r}: {found}", "model")
     from huggingface_hub import snapshot_download
 

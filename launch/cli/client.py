@@ -102,6 +102,7 @@ def client_options(
     from launch.cluster.local_registry import local_url
 
     base_url, api_key = (url or local_url()).rstrip("/").removesuffix("/v1"), own_api_key(load_settings({}))
+    base_url = base_url if "://" in base_url else f"http://{base_url}"
     return ClientOptions(base_url, model, max_tokens, temperature, timeout_s, api_key)
 
 

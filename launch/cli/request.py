@@ -128,7 +128,11 @@ async def send_all(
 def _report(console: Console, outcomes: list[ClientResult], wall_s: float) -> None:
     if outcomes:
         console.print(summary(outcomes, wall_s), highlight=False)
+    good = [outcome for outcome in outcomes if outcome.error is None]
+    if len(good) > 1:
         console.print(latency_table(outcomes))
+    elif good and good[0].ttft_s is not None:  # one has no percentiles
+        console.print(f"first token after {1000 * good[0].ttft_s:.0f} ms", highlight=False)
     failed = [outcome for outcome in outcomes if outcome.error is not None]
     if failed:
         console.print(f"{len(failed)} failed:", style="bold red")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from tomllib import TOMLDecodeError
 from typing import TYPE_CHECKING, Any, Final
 
 from common.errors import invalid
@@ -32,7 +33,7 @@ def load_settings(flags: Flags) -> Settings:
     from pydantic import ValidationError
     from pydantic_settings import SettingsError
 
-    from common.config import Settings, explain
+    from common.config import DEFAULT_FILE, ENV_PREFIX, Settings, explain
 
     _check_variables()
     given: dict[str, Any] = {}
@@ -44,6 +45,9 @@ def load_settings(flags: Flags) -> Settings:
         return Settings(**given)
     except ValidationError as error:
         raise invalid(explain(error, Settings, flags)) from error
+    except TOMLDecodeError as error:
+        file = os.environ.get(f"{ENV_PREFIX}CONFIG") or DEFAULT_FILE
+        raise invalid(f"cannot read the configuration {Path(file).absolute()}: {error}") from error
     except (SettingsError, ValueError, OSError) as error:  # unreadable JSON in the environment, TOML in the file
         raise invalid(f"cannot read the configuration: {error}") from error
 

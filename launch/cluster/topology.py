@@ -52,6 +52,7 @@ def parse_topology(text: str) -> Topology:
     Raises TriptychError("invalid_request") saying which part is wrong and what would be right.
     """
     bare = text.strip().lower()
+    bare = f"1{bare}" if bare in _ROLES else bare  # `epd`: one of it
     parts = _PART.findall(bare)
     if not parts or "".join(count + letters for count, letters in parts) != bare:
         raise _invalid(text, "write a count before each role, such as 1e1pd (one encoder, one prefill-decode worker)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
@@ -51,6 +52,13 @@ def test_help_teaches_by_an_example(
     assert "Example" in output or "Start here" in output
 
 
+def test_a_shell_completes_commands() -> None:
+    environment = {"_TRIPTYCH_COMPLETE": "complete_bash", "COMP_WORDS": "triptych do", "COMP_CWORD": "1"}
+    command = [sys.executable, "-c", "import sys; sys.argv = ['triptych']; from launch.cli.app import main; main()"]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["doctor"], done.stderr
+
+
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     code, output, _ = run("--version", monkeypatch, capsys)
     assert (code, output.split()[0]) == (0, "triptych")
@@ -66,6 +74,7 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         ("serve signpost --kv-cache-bytes lots", "512MiB"),
         ("serve signpost --max-num-seqs 0", "engine.max_num_seqs = 0"),
         ("serve no-such-model", "neither a folder"),
+        ("serve signpots", "did you mean 'signpost'?"),
         ("serve ./no-such-folder", "cannot find the model './no-such-folder': the folder does not exist"),
         ("serve /no/such/folder", "cannot find the model '/no/such/folder': the folder does not exist"),
         ("serve signpost --broker nonsense://x", "broker"),

@@ -14,7 +14,7 @@ from PIL import Image
 
 from common.errors import TriptychError
 from launch.cli.answers import latency_table, summary
-from launch.cli.client import ClientOptions, ClientRequest, ClientResult
+from launch.cli.client import ClientOptions, ClientRequest, ClientResult, client_options
 from launch.cli.request import load_media, make_jobs, run_requests
 from tests.launch.cli.fake_api import FakeApi
 
@@ -52,7 +52,8 @@ def test_a_prompt_alone_is_answered_and_measured(api: FakeApi, capsys: pytest.Ca
     output = capsys.readouterr().out
     assert "the answer" in output
     assert "1 of 1 requests answered" in output
-    assert all(word in output for word in ("TTFT", "latency", "tokens/s", "p50", "p90", "p99"))
+    assert "first token after" in output
+    assert "p50" not in output, "one request has no percentiles"
     body = api.bodies[0]
     assert (body["model"], body["max_tokens"], body["temperature"]) == ("fake", 8, 0.0)
     assert body["messages"] == [{"role": "user", "content": "hello"}]
@@ -65,6 +66,17 @@ def test_a_model_without_conversations_completes_the_prompt(
     assert "1204" in capsys.readouterr().out
     assert api.bodies[1]["prompt"] == "one thousand two hundred four"
     assert request(api, pictures[:1], "a hundred?") == 1, "the picture would be lost"
+
+
+def test_many_requests_have_percentiles(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
+    assert request(api, [], "hello", repeat=3) == 0
+    output = capsys.readouterr().out
+    assert all(word in output for word in ("TTFT", "latency", "tokens/s", "p50", "p90", "p99"))
+
+
+def test_an_address_needs_no_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+    urls = ("127.0.0.1:8123", "http://127.0.0.1:8123/v1/", "http://127.0.0.1:8123")
+    assert {client_options(url, None, 1, None, 1.0).url for url in urls} == {"http://127.0.0.1:8123"}
 
 
 def test_every_picture_is_a_request_of_its_own(api: FakeApi, pictures: list[Path]) -> None:

@@ -85,7 +85,7 @@ def test_sizes_are_written_alike_everywhere(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_an_unreadable_file_is_said_to_be_one(tmp_path: Path) -> None:
     (tmp_path / "triptych.toml").write_text("port = = 3")
-    with pytest.raises(TriptychError, match="cannot read the configuration"):
+    with pytest.raises(TriptychError, match=r"cannot read the configuration /.*/triptych\.toml: Invalid value \(at"):
         load_settings({})
 
 

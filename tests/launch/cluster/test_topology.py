@@ -41,6 +41,8 @@ def text_only(tmp_path: Path) -> ModelInfo:
         ("1e1p1d", Topology(encoder=1, prefill=1, decode=1)),
         ("2e2p3d", Topology(encoder=2, prefill=2, decode=3)),
         ("1e1p1d1pd", Topology(encoder=1, prefill=1, decode=1, prefill_decode=1)),
+        ("epd", Topology(encode_prefill_decode=1)),
+        ("pd", Topology(prefill_decode=1)),
         ("1e2epd", Topology(encoder=1, encode_prefill_decode=2)),
     ],
 )
@@ -67,6 +69,7 @@ def test_text_form_reads_back() -> None:
         ("1pd1pd", "twice"),
         ("e1pd", "write a count before each role"),
         ("1e-1pd", "write a count before each role"),
+        ("e", "nothing would decode"),
         ("", "write a count before each role"),
         ("1e1pd;rm", "write a count before each role"),
         ("900e1pd", "more than the 64"),
