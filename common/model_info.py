@@ -154,6 +154,24 @@ def resolve_model(model: str) -> Path:
         raise TriptychError("model_not_found", message, "model") from error
 
 
+def hub_folder(model: str) -> Path | None:
+    """Return the folder of a hub id in the local cache; None for a name that is none, or has to be downloaded."""
+    if not is_hub_id(model):
+        return None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
+def is_hub_id(model: str) -> bool:
+    """Return whether a name can only be `owner/name` of the hub."""
+    return model.count("/") == 1 and not model.startswith((".", "/", "~")) and not Path(model).exists()
+
+
 @dataclass(frozen=True)
 class ModelInfo:
     """A model folder, read once. `config` and `generation` are the unchanged JSON files."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from common.model_info import ModelInfo
+from common.process.start_phase import tell_phase
 from engine.models.base import CheckpointLayout, LoadReport, Sources, Zeros
 from engine.models.checkpoint import Checkpoint
 from engine.models.checkpoint_index import CheckpointError
@@ -46,7 +47,9 @@ def load_weights(
         layers = _linear_layers(module)
         _check_names(names, _replaced(sources, layers, small), unused, info)
         state, small_bytes = {}, 0
-        for name, parts in sources.items():
+        for number, (name, parts) in enumerate(sources.items()):
+            if 10 * number // len(sources) > 10 * (number - 1) // len(sources):
+                tell_phase("reading weights", 100 * number // len(sources))
             if name in layers and small.has(parts):
                 weight = small.load(parts, device, dtype)
                 layers[name].replace_weight(weight)
@@ -55,6 +58,7 @@ def load_weights(
             state[name] = _load_parameter(checkpoint, names, parts, shapes[name], device, dtype)
         module.load_state_dict(state, assign=True)
         read_bytes = checkpoint.read_bytes
+    tell_phase("measuring memory, warming up")
     module.requires_grad_(False).eval()
     wanted = {names[part] for parts in sources.values() for part in parts if isinstance(part, str) and part in names}
     return LoadReport(

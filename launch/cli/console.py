@@ -17,6 +17,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from common.process.start_phase import STARTING
 from launch.cluster.instance import Instance, Reporter
 
 FILE_WIDTH = 160
@@ -83,6 +84,7 @@ class ConsoleReporter(Reporter):
         self._title = title
         self._live: Live | None = None
         self._missing: list[str] = []
+        self._phases: dict[str, str] = {}
         self._has_begun = False
 
     def starting(self, instances: Sequence[Instance], logs: Path) -> None:
@@ -93,13 +95,22 @@ class ConsoleReporter(Reporter):
         for instance in instances:
             if instance.state == "ready" and instance.id in self._missing:
                 self._console.print(f"[green]✓[/] {instance.id} ready after {elapsed_s:.1f} s", highlight=False)
-        self._missing = [instance.id for instance in instances if instance.awaited]
-        text = f"{self._title}: waiting for {', '.join(self._missing)} · {elapsed_s:.1f} s"
+        awaited = [instance for instance in instances if instance.awaited]
+        self._missing = [instance.id for instance in awaited]
+        phases = {instance.id: instance.phase for instance in awaited}
         if self._console.is_terminal:
+            waits = ", ".join(f"{name} ({phase})" for name, phase in phases.items())
+            text = f"{self._title}: waiting for {waits} · {elapsed_s:.1f} s"
             if self._live is None:
                 self._live = Live(console=self._console, transient=True, refresh_per_second=10)
                 self._live.start()
             self._live.update(Spinner("dots", text))
+            return
+        for name, phase in phases.items():
+            bare = phase.rstrip(" %0123456789")  # a line for each phase, none for each step of it
+            if bare not in (STARTING, self._phases.get(name)):
+                self._phases[name] = bare
+                self._console.print(f"{name}: {bare} · {elapsed_s:.1f} s", highlight=False)
 
     def started(self, instances: Sequence[Instance], base_url: str, elapsed_s: float) -> None:
         self._end_live()

@@ -17,6 +17,7 @@ from rich.markup import escape
 from common.errors import TriptychError
 from common.http.auth import serves_anybody
 from common.keys import ClusterKey
+from common.model_info import hub_folder, is_hub_id
 from common.process import memory_upkeep
 from launch.cli.console import ConsoleReporter, NonblockingStream, make_console
 from launch.cluster.children import adopt_orphans
@@ -44,6 +45,8 @@ def serve(settings: Settings, start_timeout_s: float) -> int:
     """
     with _stdout() as out:
         console = make_console(out)
+        if is_hub_id(settings.model) and hub_folder(settings.model) is None:
+            console.print(f"getting {settings.model} from the hub …", highlight=False, markup=False)
         try:
             plan = make_plan(settings)
         except KeyboardInterrupt:

@@ -18,7 +18,7 @@ Flags = dict[str, Any]
 
 _WORKERS: Final = ("ENCODER", "PREFILL", "DECODE", "PREFILL_DECODE")
 _NO_SETTINGS: Final = {
-    *("CONFIG", "DEPARTURE_NOTE", "GPU_MODELS"),
+    *("CONFIG", "DEPARTURE_NOTE", "START_PHASE", "GPU_MODELS"),
     *("BROKER_PASSWORD", "CUDA_ARCHS", "MODELS", "PUBLISH", "START_PERIOD", "TAG"),
     *(worker + suffix for worker in _WORKERS for suffix in ("S", "_GPU", "_MEMORY_FRACTION")),
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from common.messages import Role
+from common.process.start_phase import read_phase
 from launch.cluster.children import Backoff, Child, Command
 from services.process.drain import DrainMarker
 from services.worker import with_role
@@ -35,6 +36,7 @@ class Instance:
     """Of one that is draining: what it wants to come back as; None where it wants to leave."""
     note: DrainMarker = field(default_factory=DrainMarker)
     """Says the same once its process has ended."""
+    phase_file: Path | None = None
     epoch: int | None = None
     past_epoch: int | None = None
     """The epoch of a former life: its registry entry outlives a killed process by a few seconds."""
@@ -48,6 +50,11 @@ class Instance:
     @property
     def pid(self) -> int | None:
         return self.child.pid if self.child is not None and self.child.running else None
+
+    @property
+    def phase(self) -> str:
+        """The work of a starting process now, such as `reading weights 40 %`."""
+        return read_phase(self.phase_file)
 
     @property
     def joined(self) -> bool:

@@ -16,6 +16,7 @@ from pydantic import SecretStr
 from common.errors import invalid
 from common.keys import ClusterKey, own_api_key
 from common.messages import Role
+from common.process import start_phase
 from engine.models.checkpoint_index import read_index
 from engine.models.quantised.names import check_quantised
 from launch.cluster.children import Command
@@ -88,14 +89,19 @@ class Plan:
         argv += ["--model", settings.model, "--instance-id", instance_id]
         argv += ["--host", settings.host, "--port", str(settings.port), "--follow-parent"]
         note = logs / f"{instance_id}.departure"
-        environment = child_environment(settings, threads) | {VARIABLE: str(note)}
+        phase_file = logs / f"{instance_id}.phase"
+        environment = child_environment(settings, threads) | {
+            VARIABLE: str(note),
+            start_phase.VARIABLE: str(phase_file),
+        }
         root = Path(__file__).resolve().parents[2]
         if root.name not in ("site-packages", "dist-packages"):  # a checkout, installed or not, goes first
             paths = filter(None, (str(root), environment.get("PYTHONPATH")))
             environment["PYTHONPATH"] = os.pathsep.join(paths)
         command = Command(argv, environment, logs / f"{instance_id}.log")
         http_address = "" if worker else self.base_url
-        return Instance(instance_id, role, command, http_address=http_address, note=DrainMarker(note))
+        marker = DrainMarker(note)
+        return Instance(instance_id, role, command, http_address=http_address, note=marker, phase_file=phase_file)
 
 
 def make_plan(settings: Settings, topology: str | Topology | None = None) -> Plan:

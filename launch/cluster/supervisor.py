@@ -219,6 +219,8 @@ class Supervisor:
         """Run the process of an instance from start to end; return the manner of the end."""
         instance.started_s = time.monotonic()
         instance.note.remove()
+        if instance.phase_file is not None:
+            instance.phase_file.unlink(missing_ok=True)
         try:
             instance.child = await Child.start(instance.command)
         except TriptychError as error:  # no memory or no process slots: it may work a little later

@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from rich.text import Text
@@ -231,17 +230,18 @@ async def _ping(url: str) -> str:
 
 def check_model(settings: Settings) -> Iterator[Finding]:
     """The model: family, size, files, and whether its weights fit this machine in the topology."""
+    from common.model_info import hub_folder, is_hub_id
     from launch.cluster.plan import make_plan
     from launch.cluster.shares import count_parameters, split_memory
 
     name = settings.model
     try:
-        if _is_remote(name):
-            folder = _downloaded(name)
+        if is_hub_id(name):
+            folder = hub_folder(name)
             if folder is None:
                 yield Finding("model", "warn", f"{name} is not on this machine", "`serve` downloads it from the hub")
                 return
-            settings = settings.model_copy(update={"model": folder})
+            settings = settings.model_copy(update={"model": str(folder)})
         plan = make_plan(settings.model_copy(update={"port": 0}))
         split_memory(plan.settings.engine, plan.topology, plan.info, encoder_fallback=settings.encoder_fallback)
     except TriptychError as error:
@@ -250,22 +250,6 @@ def check_model(settings: Settings) -> Iterator[Finding]:
     size = sum(count_parameters(plan.info)) / 1e6
     facts = f"{name}: {plan.info.architecture}, {size:.3g} M parameters in {plan.info.folder}"
     yield Finding("model", "ok", f"{facts}; fits as {plan.topology}")
-
-
-def _is_remote(name: str) -> bool:
-    """Return whether a name can only be a hub id: no folder, `owner/name`."""
-    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
-
-
-def _downloaded(name: str) -> str | None:
-    """Return the folder of a hub id in the local cache; nothing is fetched."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return snapshot_download(name, local_files_only=True)
-    except (LocalEntryNotFoundError, HFValidationError):
-        return None
 
 
 def _version(package: str) -> str | None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from common.config import EngineConfig, Settings
 from common.model_info import BUNDLED
+from launch.cli.console import ConsoleReporter
 from launch.cli.serve import _announce, _example
 from launch.cluster import plan as planning
 from launch.cluster.plan import Plan, make_plan
@@ -67,6 +70,36 @@ def test_a_start_says_where_logs_are_who_is_served_and_what_ctrl_c_stops(tmp_pat
         assert waited in serving.output
     finally:
         serving.close()
+
+
+@pytest.mark.cluster
+def test_a_start_on_a_pipe_tells_each_phase_once(tmp_path: Path) -> None:
+    serving = Serving(tmp_path, "signpost", "--topology", "1epd")
+    try:
+        serving.wait_until("OpenAI API at")
+        lines = [line.partition(" · ")[0] for line in serving.output.splitlines() if line.startswith("epd0: ")]
+        assert "epd0: measuring memory, warming up" in lines
+        assert len(lines) == len({*lines}) or lines.count("epd0: reading weights") == 2, "of encoder and decoder"
+    finally:
+        serving.close()
+
+
+def test_phases_are_told_on_a_pipe_by_name_and_on_a_terminal_with_percent(tmp_path: Path) -> None:
+    (worker, *_) = plan_of(tmp_path, "LlamaForCausalLM").instances("redis://127.0.0.1:1", tmp_path)
+    assert worker.phase == "starting"
+    assert worker.phase_file is not None
+    pipe, terminal = io.StringIO(), io.StringIO()
+    reporters = (
+        ConsoleReporter(Console(file=pipe), "1pd"),
+        ConsoleReporter(Console(file=terminal, force_terminal=True), "1pd"),
+    )
+    for phase in ("", "reading weights 0 %", "reading weights 40 %", "measuring memory, warming up"):
+        worker.phase_file.write_text(phase)
+        for reporter in reporters:
+            reporter.waiting([worker], 1.0)
+    reporters[1].stopping([worker])
+    assert pipe.getvalue() == "pd0: reading weights · 1.0 s\npd0: measuring memory, warming up · 1.0 s\n"
+    assert "measuring memory, warming up) · 1.0 s" in terminal.getvalue()
 
 
 @pytest.mark.cluster
