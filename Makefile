@@ -16,7 +16,7 @@ export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-rest test-lowest lint format bench model chaos fuzz soak compose-test gpu-check gpu-sources clean distclean
+.PHONY: help demo test test-all test-rest test-lowest lint format bench model chaos fuzz soak compose-test dist gpu-check gpu-sources clean distclean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +72,15 @@ $(VENV)/tiny-whisper/tokenizer_config.json: $(VENV)/test.stamp tests/tiny_models
 
 compose-test: ## Build the images, run clusters in containers, ask them, kill and restart their workers.
 	@python=$$(.ci/find_python "$(PYTHON)") && PYTHON="$$python" tools/compose/test.sh
+
+# Images where a Docker engine answers. Nothing is published.
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+dist: $(BIN)/python ## Build what a release publishes: the wheel, checked in an environment of its own, and images with the version.
+	@rm -rf dist build/lib build/bdist.*
+	@$(PIP) wheel --quiet --no-deps --wheel-dir dist .
+	@PYTHON=$(CURDIR)/$(BIN)/python .ci/check_wheel.sh dist/triptych-$(VERSION)-py3-none-any.whl $(VERSION)
+	@if docker info >/dev/null 2>&1; then TRIPTYCH_TAG=$(VERSION) docker compose build; \
+		else echo "no Docker engine answers: no images"; fi
 
 gpu-check: $(VENV)/test.stamp ## On a machine with a GPU: what is there, is everything right, and how fast is it?
 	@$(BIN)/python -m tools.gpu_check.environment

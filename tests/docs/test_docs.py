@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,27 @@ def test_commands_in_documents_exist(page: Path) -> None:
                 assert words[1] in commands, line
             if words[:1] == ["make"] and len(words) > 1 and "=" not in words[1]:
                 assert words[1] in targets, line
+
+
+def test_messages_of_the_troubleshooting_page_exist() -> None:
+    """What a person sees, in the first column, is found in the product's source."""
+    page = (ROOT / "docs" / "how-to" / "troubleshooting.md").read_text()
+    messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    source = "".join(path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    assert len(messages) == 5
+    for message in messages:
+        assert message.partition(" (")[0] in source, message
+
+
+def test_the_supported_versions_are_those_of_the_project() -> None:
+    page = (ROOT / "docs" / "reference" / "supported.md").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"].startswith(">=3.11,")
+    worker = project["optional-dependencies"]["worker"]
+    assert "torch>=2.9,<3" in worker
+    assert "transformers>=5.17,<6" in worker
+    for text in ("| 2.9 up to, not including, 3 |", "| 5.17 up to, not including, 6 |", "| 3.11: all tests."):
+        assert text in page
 
 
 def test_messages_of_the_errors_page_exist() -> None:

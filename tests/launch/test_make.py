@@ -73,3 +73,11 @@ def test_building_never_needs_torch_and_the_proxy_never_installs_it() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     needed = project["build-system"]["requires"] + project["project"]["dependencies"]
     assert not [name for name in needed if name.startswith(("torch", "transformers"))]
+
+
+def test_a_release_is_built_and_checked_under_the_version_of_the_project() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    command = ["make", "--dry-run", "--no-print-directory", "dist"]
+    script = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert f".ci/check_wheel.sh dist/triptych-{version}-py3-none-any.whl {version}" in script
+    assert f"TRIPTYCH_TAG={version} docker compose build" in script
