@@ -198,7 +198,19 @@ class Settings(BaseSettings):
     )
     api_key_file: Path | None = _setting(None, "File with the keys that clients may send, one per line.", "Keys")
     metrics_without_key: bool = _setting(False, "Serve /metrics to everybody, whatever keys there are.", "Keys")
-    served_model_name: str | None = _setting(None, "Name of the model in the API.", "API", shown="the model's own")
+    served_model_name: Annotated[tuple[str, ...] | None, NoDecode] = _setting(
+        None,
+        "Names of the model in the API, separated by commas or given several times; answers have the first.",
+        "API",
+        shown="the model's own",
+        metavar="NAME,…",
+    )
+    allowed_origins: Annotated[tuple[str, ...], NoDecode] = _setting(
+        (),
+        "Origins of web pages that may call the API from a browser (CORS), such as https://chat.example; * for all.",
+        "API",
+        metavar="ORIGIN,…",
+    )
     chat_template: str | None = _setting(
         None,
         "Jinja template of conversations: a file, or the template itself.",
@@ -299,10 +311,18 @@ class Settings(BaseSettings):
             raise ValueError("has to consist of letters, digits, '_', '.' and '-', for it becomes part of keys")
         return name
 
-    @field_validator("allowed_media_schemes", mode="before")
+    @field_validator("allowed_media_schemes", "allowed_origins", "served_model_name", mode="before")
     @classmethod
     def _separated_by_commas(cls, value: object) -> object:
-        return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+        given = [value] if isinstance(value, str) else value
+        if not (isinstance(given, list | tuple) and all(isinstance(text, str) for text in given)):
+            return value
+        return [part.strip() for text in given for part in text.split(",") if part.strip()]
+
+    @field_validator("served_model_name")
+    @classmethod
+    def _some_name(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        return names or None
 
     @classmethod
     def settings_customise_sources(
@@ -391,7 +411,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, ByteSize):
         return value.human_readable(separator="").replace(".0", "")
     if isinstance(value, tuple):
-        return ",".join(value)
+        return ",".join(value) or "none"
     if value is None or isinstance(value, bool):
         return "yes" if value else "no" if value is False else "none"
     return f"{value:g}" if isinstance(value, float) else str(value)

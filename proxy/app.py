@@ -16,6 +16,7 @@ from typing import Final
 
 from fastapi import FastAPI
 from redis.exceptions import RedisError
+from starlette.middleware.cors import CORSMiddleware
 
 from broker.cluster.curve import ClusterContext
 from broker.cluster.redis_client import connect
@@ -116,6 +117,11 @@ def make_app(service: Service, port: int) -> FastAPI:
     app.include_router(make_router(service))
     app.add_middleware(RequireKey, guard=proxy_guard(service.settings), refusal=errors.refusal)
     app.add_middleware(CountRequests, metrics=service.metrics)
+    if origins := service.settings.allowed_origins:  # outermost: a preflight has no key
+        methods, exposed = ("GET", "POST"), ("x-request-id", "retry-after")
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers="*", expose_headers=exposed
+        )
     errors.install(app)
     return app
 

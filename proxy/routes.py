@@ -14,8 +14,10 @@ from common.http.drain import drain_answer, wait_of
 from common.keys import api_keys
 from proxy.api.chat import chat_completions
 from proxy.api.completions import completions
+from proxy.api.tokens import detokenize, tokenize
 from proxy.api.transcriptions import transcriptions
 from proxy.observe.scrape import ClusterMetrics, targets
+from proxy.page import overview
 from proxy.page.routes import add_page
 from proxy.server.errors import RETRY_AFTER_S
 from proxy.server.request_context import Endpoint
@@ -27,7 +29,6 @@ def make_router(service: Service) -> APIRouter:
     router = APIRouter()
     limit = service.settings.max_body_bytes
     keys = api_keys(service.settings)
-    whole = ClusterMetrics(service)
 
     def has_key(request: Request) -> bool:
         """Return whether the caller of an open path may see details of the cluster: a key, or no keys at all."""
@@ -45,16 +46,18 @@ def make_router(service: Service) -> APIRouter:
     generates("/v1/audio/transcriptions", "trsc", partial(transcriptions, service))
     generates("/v1/audio/translations", "trsl", partial(transcriptions, service, task="translate"))
 
+    generates("/tokenize", "tok", partial(tokenize, service))
+    generates("/detokenize", "detok", partial(detokenize, service))
     add_page(router, service)
 
     @router.get("/v1/models")
     async def _models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(service)]}
+        return {"object": "list", "data": [_model(service, name) for name in service.model_names]}
 
     @router.get("/v1/models/{model:path}")
     async def _one_model(model: str) -> dict[str, Any]:
         service.check_model(model)
-        return _model(service)
+        return _model(service, model)
 
     @router.get("/v1/requests/{request_id}/timeline")
     async def _timeline(request_id: str) -> dict[str, Any]:
@@ -76,6 +79,22 @@ def make_router(service: Service) -> APIRouter:
         wait_s = wait_of(request.query_params.get("wait"))
         return drain_answer(await service.admission.drain(wait_s), waited=wait_s > 0)
 
+    _add_others(router, service)
+    return router
+
+
+def _add_others(router: APIRouter, service: Service) -> None:
+    """Add the routes of programs that look after servers: vLLM's and SageMaker's names, and Prometheus'."""
+    whole = ClusterMetrics(service)
+
+    @router.api_route("/ping", methods=["GET", "POST"])
+    async def _ping() -> Response:
+        return _verdict(service.failure(), with_details=False)
+
+    @router.get("/version")
+    async def _version() -> dict[str, Any]:
+        return {"version": overview.own_version()}
+
     @router.get("/metrics")
     async def _metrics() -> Response:
         service.update_gauges()
@@ -89,8 +108,6 @@ def make_router(service: Service) -> APIRouter:
     async def _targets() -> Response:
         return JSONResponse(targets(service))
 
-    return router
-
 
 def _verdict(problem: Problem, *, with_details: bool) -> Response:
     if not problem:
@@ -100,9 +117,9 @@ def _verdict(problem: Problem, *, with_details: bool) -> Response:
     return JSONResponse({"status": "unavailable", "reason": reason}, status_code=503, headers=headers)
 
 
-def _model(service: Service) -> dict[str, Any]:
+def _model(service: Service, name: str) -> dict[str, Any]:
     return {
-        "id": service.model_name,
+        "id": name,
         "object": "model",
         "created": int(service.started_s),
         "owned_by": "triptych",

@@ -15,7 +15,7 @@ from common.config import Settings
 from common.errors import TriptychError
 from common.messages import WORKER_ROLES, Span
 from common.model_info import ModelInfo
-from common.text.processor import TextProcessor
+from common.text.processor import Detokenizer, TextProcessor
 from common.text.token_text import TokenTexts
 from proxy.conversation.dialect import Dialect, choose
 from proxy.dispatch.dispatcher import Dispatcher
@@ -58,7 +58,8 @@ class Service:
     lines: dict[LineName, QueueDelayLimiter] = field(init=False)
     """Text alone does not wait for encoders, so that both queues move at different rates."""
     started_s: float = field(default_factory=time.time)
-    model_name: str = field(init=False)
+    model_names: tuple[str, ...] = field(init=False)
+    """Names by which requests may call the model; answers have the first."""
     max_model_len: int = field(init=False)
     sampling_defaults: dict[str, Any] = field(init=False)
     """Sampling of requests that give none, as fields of `SamplingParams`."""
@@ -71,13 +72,17 @@ class Service:
 
     def __post_init__(self) -> None:
         self.lines = {name: QueueDelayLimiter(self.settings.max_queue_s) for name in get_args(LineName)}
-        self.model_name = self.settings.served_model_name or self.info.name
+        self.model_names = self.settings.served_model_name or (self.info.name,)
         limit, longest = self.settings.engine.max_model_len, self.info.max_model_len
         self.max_model_len = longest if limit is None else min(limit, longest)
         self.sampling_defaults = self.info.sampling_defaults(self.settings.generation_config)
         settings = self.settings
         self.dialect = choose(self.text.chat_template, settings.tool_call_parser, settings.reasoning_parser)
         self.transcribes = self.info.is_encoder_decoder and self.info.media_kind == "audio"
+
+    @property
+    def model_name(self) -> str:
+        return self.model_names[0]
 
     def failure(self) -> Problem:
         """Return why this process will serve no request any more."""
@@ -146,30 +151,39 @@ class Service:
 
     def check_model(self, model: str | None) -> None:
         """Raise TriptychError("model_not_found") for a model that is not served here."""
-        if model is not None and model != self.model_name:
-            message = f"the model {model[:100]!r} does not exist here; this server serves {self.model_name!r}"
+        if model is not None and model not in self.model_names:
+            names = ", ".join(map(repr, self.model_names))
+            message = f"the model {model[:100]!r} does not exist here; this server serves {names}"
             raise TriptychError("model_not_found", message, "model")
 
     def token_limit(self, num_prompt_tokens: int, wanted: int | None, param: str) -> int:
-        """Return the number of tokens to generate at most: the wanted number, or the rest of the context.
+        """Return the number of tokens to generate at most: the wanted number within the rest of the context.
 
         Media count as a token each here; the worker checks again with their sizes. Raises
-        TriptychError("context_length_exceeded") where prompt and answer cannot fit.
+        TriptychError("context_length_exceeded") where the prompt leaves no room.
         """
         limit = self.max_model_len
-        if num_prompt_tokens >= limit or (wanted is not None and num_prompt_tokens + wanted > limit):
-            asked = "" if wanted is None else f" and {wanted} to generate"
-            message = f"the context of {limit} tokens is too short for {num_prompt_tokens} prompt tokens{asked}"
-            raise TriptychError("context_length_exceeded", f"{message}; shorten the prompt or lower max_tokens", param)
-        return wanted if wanted is not None else limit - num_prompt_tokens
+        if num_prompt_tokens >= limit:
+            message = f"the context of {limit} tokens is too short for {num_prompt_tokens} prompt tokens"
+            raise TriptychError("context_length_exceeded", f"{message}; shorten the prompt", param)
+        return min(limit - num_prompt_tokens, limit if wanted is None else wanted)
 
     def generate(
-        self, job: Job, context: RequestContext, ticket: Ticket, *, skip_special_tokens: bool = True
+        self,
+        job: Job,
+        context: RequestContext,
+        ticket: Ticket,
+        *,
+        skip_special_tokens: bool = True,
+        includes_stop: bool = False,
     ) -> TextStream:
         """Return the text of a job, which starts with the first delta and waits in `ticket` for the first token."""
         self.timelines.begin(job.request_id, Span("proxy", self.instance_id, context.created_s, time.time()))
         tokens = self.dispatcher.run(self.pool, job, context.deadline_s)
-        return TextStream(job, tokens, self.text, self.metrics, context, ticket, skip_special_tokens)
+        detokenizer = Detokenizer(
+            self.text, job.sampling.stop, skip_special_tokens, job.sampling.min_tokens, includes_stop
+        )
+        return TextStream(job, tokens, self.text, self.metrics, context, ticket, detokenizer)
 
     @functools.cached_property
     def token_texts(self) -> TokenTexts:

@@ -1,7 +1,7 @@
 """Access to HTTP paths by key. Plain ASGI: streams and disconnects pass through untouched.
 
 path                      with keys configured          without
-/health, /ready           open                          open
+/health, /ready, /ping    open                          open
 /metrics, /metrics/…      a key; open with `metrics_without_key`    open
 /, /page/NAME             open: files without anything of the cluster   open
 /drain, /switch           the cluster's token           this machine
@@ -27,7 +27,7 @@ Guard = Callable[[str, str | None, str | None], bool]
 """Whether a call is allowed, by its path, its `Authorization` header and its client's host."""
 CONTROL_PATHS: Final = ("/drain", "/switch")
 LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "::1")
-_OPEN_PATHS: Final = frozenset({"/health", "/ready"})
+_OPEN_PATHS: Final = frozenset({"/health", "/ready", "/ping"})
 _METRICS_PATHS: Final = frozenset({"/metrics", "/metrics/cluster", "/metrics/targets"})
 
 

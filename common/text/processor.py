@@ -226,6 +226,8 @@ class Detokenizer:
     stop: Sequence[str] = ()
     skip_special_tokens: bool = True
     min_tokens: int = 0
+    includes_stop: bool = False
+    """Whether the text ends with the stop string, rather than before it."""
     stopped: bool = False
     _ids: list[int] = field(default_factory=list)
     _prefix: int = 0  # tokens before this are settled; those from here to _read give context to the next ones
@@ -246,7 +248,8 @@ class Detokenizer:
         for stop in stops:
             at = self._pending.find(stop)
             if at >= 0:
-                self._pending, self.stopped = self._pending[:at], True
+                self._pending, self.stopped = self._pending[: at + len(stop) * self.includes_stop], True
+                break
         hold = 0 if final or self.stopped or not stops else self._possible_stop_suffix()
         cut = len(self._pending) - hold
         out, self._pending = self._pending[:cut], self._pending[cut:]

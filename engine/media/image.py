@@ -17,7 +17,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from common.errors import TriptychError
 
-FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "AVIF", "TIFF")
 """Formats that are decoded. PIL knows dozens, some only by old code."""
 MAX_PIXELS: Final = 90_000_000
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
 import typer
 
@@ -40,7 +40,8 @@ class SettingsCommand:
         self.__name__, self.__doc__ = command.__name__, command.__doc__
 
     def __call__(self, **given: Any) -> None:
-        flags: Flags = {setting.name: given.pop(setting.parameter) for setting in self._settings()}
+        values = {setting.name: given.pop(setting.parameter) for setting in self._settings()}
+        flags: Flags = {name: None if value == [] else value for name, value in values.items()}
         self._command(flags=flags, **given)
 
     def __getattr__(self, name: str) -> Any:
@@ -71,7 +72,9 @@ class SettingsCommand:
 
 def _option(setting: SettingInfo) -> Any:
     """Return the annotation of an option. `load_settings` checks all values together."""
-    kind = setting.kind if setting.kind in (bool, int, float, Path) else str
+    kind: Any = setting.kind if setting.kind in (bool, int, float, Path) else str
+    if get_origin(setting.kind) is tuple:
+        kind = list[str]
     # A switch that is off by default can only be turned on; one that depends on the machine, both.
     names = [setting.flag] if kind is bool and setting.default == "no" else []
     option = typer.Option(

@@ -76,7 +76,7 @@ def _stdout() -> Iterator[TextIO | None]:
 
 
 def _announce(plan: Plan) -> str:
-    name, threads = escape(str(plan.settings.served_model_name)), plan.threads()
+    name, threads = escape(", ".join(plan.settings.served_model_name or ())), plan.threads()
     roles = sorted({role for _, role in plan.topology.workers()})
     shares = ", ".join(f"{threads[role]} for each {role}" for role in roles)
     why = f" ({plan.reason})" if plan.reason else ""

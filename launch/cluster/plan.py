@@ -128,7 +128,7 @@ def make_plan(settings: Settings, topology: str | Topology | None = None) -> Pla
     chosen = asked if isinstance(asked, Topology) else choose_topology(asked, info, settings.encoder_fallback)
     update: dict[str, object] = {"port": reserve_port(settings.host, settings.port)}
     if settings.served_model_name is None:
-        update["served_model_name"] = info.name
+        update["served_model_name"] = (info.name,)
     update["model"] = str(info.folder)  # so that no process asks the hub again
     if ClusterKey.of(settings) is None:
         update["cluster_key"] = SecretStr(ClusterKey.generate().reveal())

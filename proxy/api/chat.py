@@ -294,6 +294,7 @@ async def _generate(
     prompt, opened = await asyncio.to_thread(make_prompt, service.text, service.dialect, body)
     counts = [len(list(pieces)) for _, pieces in groupby(media, key=lambda item: item.param)]
     prompt = service.text.repeat_placeholders(prompt, counts)
+    prompt = body.shortened(prompt, service.max_model_len, len(media))
     slots = make_slots(media, service.text.placeholder_indices(prompt, len(media)))
     limit = service.token_limit(len(prompt), body.max_completion_tokens or body.max_tokens, "messages")
     sampling = body.sampling(service.text, limit, service.sampling_defaults)
@@ -303,8 +304,9 @@ async def _generate(
     marks = {BEGIN, END} if opened is not None else set()
     if body.usable_tools and service.dialect.call_parser is not None and not body.forces_call:
         marks.add(service.dialect.call_parser.marker)
-    skips = body.skip_special_tokens is not False and not marks & service.special_texts
-    return service.generate(job, context, tickets.acquire(), skip_special_tokens=skips), opened
+    how = body.text_options()
+    how["skip_special_tokens"] &= not marks & service.special_texts
+    return service.generate(job, context, tickets.acquire(), **how), opened
 
 
 def _transcribe(
@@ -321,6 +323,8 @@ def _transcribe(
         ("continue_final_message", body.continue_final_message),
         ("add_generation_prompt", body.add_generation_prompt is False),
         ("tools", body.usable_tools),
+        ("include_stop_str_in_output", body.include_stop_str_in_output),
+        ("truncate_prompt_tokens", body.truncate_prompt_tokens),
     ):
         if used:
             message = f"{name} is not available for a speech model: a clip has one transcript, and no template"

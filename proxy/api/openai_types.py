@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -24,7 +25,7 @@ from common.sampling_params import MAX_LOGPROBS
 from proxy.api.sampling_fields import GenerationRequest, list_tag
 from proxy.api.structured import Constraint
 from proxy.api.tools import ToolCall, ToolFields
-from proxy.server.errors import FIRST_ERROR, from_validation
+from proxy.server.errors import FIRST_ERROR, from_validation, unsupported
 from proxy.server.request_context import RequestContext
 
 _TOKENS: Final = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, "minItems": 1}
@@ -74,12 +75,17 @@ class TextPart(BaseModel):
 
 class ImageUrl(BaseModel):
     url: str
-    detail: Literal["auto", "low", "high"] | None = None
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+
+def _as_object(value: object) -> object:
+    """Read a bare URL, as Ollama's and older clients send it."""
+    return {"url": value} if isinstance(value, str) else value
 
 
 class ImagePart(BaseModel):
     type: Literal["image_url"]
-    image_url: ImageUrl
+    image_url: Annotated[ImageUrl, BeforeValidator(_as_object, json_schema_input_type=ImageUrl | str)]
 
 
 class InputAudio(BaseModel):
@@ -167,7 +173,7 @@ class Message(BaseModel):
             raise ValueError("tool_calls belong to an assistant's message")
         for name, value in (self.model_extra or {}).items():
             if value not in (None, [], {}):
-                raise invalid(f"{name} in a message is not supported", f"messages.{name}")
+                raise unsupported(f"messages.{name}", value)
         return self
 
 

@@ -15,6 +15,7 @@ from pydantic.json_schema import models_json_schema
 from common.http.drain import MAX_WAIT_S
 from proxy.api.openai_types import ChatRequest, CompletionRequest
 from proxy.api.sampling_fields import ACCEPTED_OFF, IGNORED, GenerationRequest
+from proxy.api.tokens import DetokenizeRequest, TokenizeRequest
 from proxy.api.transcriptions import TranscriptionForm
 
 _REF: Final = "#/components/schemas/{model}"
@@ -36,6 +37,7 @@ _ERROR: Final = {
 }
 _STATUS: Final = {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}}
 _ANY: Final = {"type": "object"}
+_BODIES: Final = (ChatRequest, CompletionRequest, TranscriptionForm, TokenizeRequest, DetokenizeRequest)
 _LIMIT: Final = {
     "name": "limit",
     "in": "query",
@@ -47,9 +49,7 @@ _LIMIT: Final = {
 @functools.cache
 def document() -> dict[str, Any]:
     """Return the document in OpenAPI 3.1, to be assigned to `FastAPI.openapi`."""
-    _, schemas = models_json_schema(
-        [(model, "validation") for model in (ChatRequest, CompletionRequest, TranscriptionForm)], ref_template=_REF
-    )
+    _, schemas = models_json_schema([(model, "validation") for model in _BODIES], ref_template=_REF)
     definitions = schemas["$defs"]
     for model in (ChatRequest, CompletionRequest):
         _close(definitions[model.__name__], model)
@@ -72,6 +72,8 @@ def _paths() -> dict[str, Any]:
         "/v1/completions": _post("application/json", CompletionRequest),
         "/v1/audio/transcriptions": _post("multipart/form-data", TranscriptionForm),
         "/v1/audio/translations": _post("multipart/form-data", TranscriptionForm),
+        "/tokenize": _post("application/json", TokenizeRequest),
+        "/detokenize": _post("application/json", DetokenizeRequest),
         "/v1/models": _get("The served model.", _ANY),
         "/v1/models/{model}": _get("One model.", _ANY, model="Name of the served model."),
         "/v1/cluster": _get("The instances by role: state, load, queues, caches.", _ANY),
@@ -80,6 +82,8 @@ def _paths() -> dict[str, Any]:
             "Which stage ran where, from when to when.", _ANY, request_id="The `x-request-id` of an answer."
         ),
         "/health": _get("Is the process alive?", _STATUS, unavailable=True),
+        "/ping": _get("Is the process alive? Another name, which SageMaker asks.", _STATUS, unavailable=True),
+        "/version": _get("The version of Triptych.", _ANY),
         "/ready": _get("Can requests be served?", _STATUS, unavailable=True),
         "/drain": _drain(),
         "/metrics": _get("Numbers for Prometheus.", None),

@@ -14,6 +14,7 @@ from common.text.prompts import ParsedPrompt, decode_tokens, encode_tokens, pars
 from proxy.api.logprobs import check_prompt_logprobs
 from proxy.api.openai_types import CompletionRequest, Prompt, as_prompts
 from proxy.dispatch.jobs import Job, MediaItem, make_slots, part_id
+from proxy.server.errors import unsupported
 from proxy.server.request_context import RequestContext
 from proxy.service import Service
 
@@ -35,6 +36,8 @@ def check_number(body: CompletionRequest) -> None:
 async def make_jobs(service: Service, context: RequestContext, body: CompletionRequest) -> list[Job]:
     """Return a job per prompt. Raises TriptychError("invalid_request") naming a field that the model cannot take."""
     info, prompts = service.info, body.prompts
+    if info.is_encoder_decoder and body.truncate_prompt_tokens is not None:
+        raise unsupported("truncate_prompt_tokens", body.truncate_prompt_tokens)
     if service.transcribes:
         message = f"{service.model_name} needs audio: use /v1/audio/transcriptions or /v1/chat/completions"
         raise invalid(message, "model")
@@ -75,6 +78,7 @@ async def _decoder_job(service: Service, body: CompletionRequest, request_id: st
         ids = prompt
     if not ids:
         raise invalid("the prompt is empty", "prompt")
+    ids = body.shortened(ids, service.max_model_len)
     service.token_limit(len(ids), None, "prompt")  # before a scan of all tokens on the event loop
     wrong = next((token for token in ids if not 0 <= token < service.info.vocab_size), None)
     if wrong is not None:

@@ -26,7 +26,7 @@ from common.text.processor import TextProcessor
 from common.text.token_text import bad_words_ids
 from proxy.api.structured import StructuredFields
 from proxy.dispatch.text_stream import Usage
-from proxy.server.errors import FIRST_ERROR
+from proxy.server.errors import FIRST_ERROR, unsupported
 
 IGNORED: Final = frozenset(
     [
@@ -39,6 +39,8 @@ IGNORED: Final = frozenset(
         "prompt_cache_retention",
         "request_id",
         "guided_decoding_backend",
+        "prediction",  # of OpenAI's, to speed up: the text is the same without
+        "verbosity",  # a hint to models trained for it
     ]
 )
 """Fields without influence on the answer."""
@@ -54,14 +56,19 @@ ACCEPTED_OFF: Final[dict[str, tuple[Any, ...]]] = {
     "function_call": (None, "none", "auto"),
     "modalities": (None, ["text"]),
     "audio": (None,),
-    "prediction": (None,),
     "reasoning_effort": (None,),
-    "verbosity": (None,),
     "web_search_options": (None,),
-    "include_stop_str_in_output": (None, False),
+    "cache_salt": (None, ""),  # keeps tenants' caches apart: to ignore it would break that promise
+    "chat_template": (None,),
+    "detokenize": (None, True),
+    "documents": (None, []),
+    "kv_transfer_params": (None,),
+    "logits_processors": (None, []),
+    "media_io_kwargs": (None, {}),
+    "mm_processor_kwargs": (None, {}),
+    "vllm_xargs": (None, {}),
     "spaces_between_special_tokens": (None, True),
     "guided_whitespace_pattern": (None,),
-    "truncate_prompt_tokens": (None,),
     "add_generation_prompt": (None, True),
     "continue_final_message": (None, False),
     "add_special_tokens": (None, False),
@@ -119,7 +126,7 @@ class GenerationRequest(StructuredFields, ABC):
     max_tokens: int | None = Field(None, ge=1)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
@@ -141,6 +148,8 @@ class GenerationRequest(StructuredFields, ABC):
     early_stopping: bool | None = None
     priority: Int32 | None = None
     skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**31)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_prompts: bool | None = None
@@ -151,9 +160,9 @@ class GenerationRequest(StructuredFields, ABC):
             if name in IGNORED:
                 continue
             if name not in ACCEPTED_OFF:
-                raise invalid(f"{name:.80} is not a known field", name[:80])
+                raise invalid(f"{name:.80} is not a known field: leave it out", name[:80])
             if not any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in ACCEPTED_OFF[name]):
-                raise invalid(f"{name} is not supported, {value!r:.80} was given", name)
+                raise unsupported(name, value)
         return self
 
     def sampling(self, text: TextProcessor, max_tokens: int, defaults: Mapping[str, Any]) -> SamplingParams:
@@ -220,8 +229,23 @@ class GenerationRequest(StructuredFields, ABC):
             raise _wrong("best_of", f"is {self.width}, fewer than the n={self.num_choices} to return")
         if self.picks_best and self.stream:
             raise _wrong("best_of", "cannot be streamed: which ones are best is known at the end")
-        drawing = self._chosen(defaults, "temperature", "top_p", "top_k", "min_p")
+        drawing = likeliest_alone(self._chosen(defaults, "temperature", "top_p", "top_k", "min_p"))
         return {**drawing, "n": self.width, "top_k": max(0, drawing.get("top_k", 0)), "seed": self.seed}
+
+    def shortened(self, prompt: list[int], longest: int, num_media: int = 0) -> list[int]:
+        """Return the last `truncate_prompt_tokens` tokens of a prompt; -1 means as many as leave room for an answer.
+
+        Raises TriptychError("invalid_request") for a prompt with media, whose placeholders must stay.
+        """
+        keep = self.truncate_prompt_tokens
+        if keep is None:
+            return prompt
+        keep = longest - 1 if keep == -1 else keep
+        if keep == 0:
+            raise _wrong("truncate_prompt_tokens", "is 0, which leaves no prompt")
+        if num_media and len(prompt) > keep:
+            raise _wrong("truncate_prompt_tokens", "cannot shorten a prompt with media: leave it out")
+        return prompt[-keep:]
 
     @property
     def num_choices(self) -> int:
@@ -241,6 +265,11 @@ class GenerationRequest(StructuredFields, ABC):
     @abstractmethod
     def num_logprobs(self) -> int | None:
         """Number of likeliest tokens per position in the answer; None for no log-probabilities."""
+
+    def text_options(self) -> dict[str, bool]:
+        """Return how tokens become text, as arguments of `Service.generate`."""
+        skips = self.skip_special_tokens is not False
+        return {"skip_special_tokens": skips, "includes_stop": bool(self.include_stop_str_in_output)}
 
     def field_of(self, setting: str) -> str:
         """Return the request's field for a sampling setting, for error messages."""
@@ -273,6 +302,11 @@ def _token_keys(bias: dict[str, float]) -> dict[int, float]:
         if not (key.isascii() and key.isdecimal() and len(key) <= 9):
             raise _wrong("logit_bias", f"has the key {key[:40]!r}, which is no token id")
     return {int(key): value for key, value in bias.items()}
+
+
+def likeliest_alone(drawing: dict[str, Any]) -> dict[str, Any]:
+    """Return settings of drawing in which a `top_p` of 0, the likeliest token alone, is temperature 0."""
+    return {**drawing, "temperature": 0.0, "top_p": 1.0} if drawing.get("top_p") == 0 else drawing
 
 
 def refuse_sampling(fields: BaseModel) -> None:

@@ -17,7 +17,7 @@ from common.sampling_params import MAX_SEQUENCES, SamplingParams
 from common.text import whisper_prompt
 from common.text.whisper_prompt import Task, language_name
 from proxy.api.logprobs import LogprobShapes
-from proxy.api.sampling_fields import Int32, Seed, refuse_sampling
+from proxy.api.sampling_fields import Int32, Seed, likeliest_alone, refuse_sampling
 from proxy.api.segments import as_srt, as_vtt
 from proxy.api.speech import Speech, SpeechOptions
 from proxy.server.errors import from_validation
@@ -48,7 +48,7 @@ class TranscriptionForm(BaseModel):
     timestamp_granularities: list[Literal["segment"]] = []
     include: list[Literal["logprobs"]] = []
     stream: bool = False
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, ge=0, le=1)
     top_k: int = Field(-1, ge=-1, lt=2**31)
     min_p: float = Field(0.0, ge=0, le=1)
     seed: Seed | None = None
@@ -80,9 +80,8 @@ class TranscriptionForm(BaseModel):
 
     def sampling(self, max_tokens: int) -> SamplingParams:
         return SamplingParams(
+            **likeliest_alone({"temperature": self.temperature, "top_p": self.top_p}),
             max_tokens=max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
             top_k=max(0, self.top_k),
             min_p=self.min_p,
             seed=self.seed,
@@ -135,7 +134,7 @@ async def transcriptions(
             if form.stream and delta.text:
                 yield Sse({"type": "transcript.text.delta", "delta": delta.text})
     if form.stream:
-        yield Sse({"type": "transcript.text.done", "text": speech.text, "usage": _token_usage(speech)})
+        yield Sse({"type": "transcript.text.done", "text": speech.text, "usage": _usage(speech)})
         yield Sse(None)
     else:
         yield _answer(service, form, speech, task)
@@ -197,7 +196,7 @@ def _answer(service: Service, form: TranscriptionForm, speech: Speech, task: Tas
         if form.include:
             content = LogprobShapes(service.token_texts, 0).chat(speech.logprobs)["content"]
             extra["logprobs"] = [{name: entry[name] for name in ("token", "logprob", "bytes")} for entry in content]
-        return Json({"text": speech.text, "usage": _token_usage(speech), **extra})
+        return Json({"text": speech.text, "usage": _usage(speech), **extra})
     return Json(
         {
             "task": task,
@@ -205,17 +204,12 @@ def _answer(service: Service, form: TranscriptionForm, speech: Speech, task: Tas
             "duration": speech.duration_s,
             "text": speech.text,
             "segments": [one.to_json(index, form.temperature) for index, one in enumerate(speech.segments())],
-            "usage": {"type": "duration", "seconds": math.ceil(speech.duration_s)},
+            "usage": _usage(speech),
             **extra,
         }
     )
 
 
-def _token_usage(speech: Speech) -> dict[str, Any]:
-    usage = speech.usage
-    return {
-        "type": "tokens",
-        "input_tokens": usage.prompt_tokens,
-        "output_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-    }
+def _usage(speech: Speech) -> dict[str, Any]:
+    """Return the usage as whisper-1 and vLLM count it: seconds of audio."""
+    return {"type": "duration", "seconds": math.ceil(speech.duration_s)}

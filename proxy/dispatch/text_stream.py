@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from common.messages import TokenLogprob, Tokens
@@ -113,18 +113,16 @@ class TextStream:
     _metrics: ProxyMetrics
     _context: RequestContext
     _ticket: Ticket
-    _skips_special_tokens: bool = True
+    _detokenizer: Detokenizer
+    """Without tokens so far; each sequence has a copy."""
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     _first_s: float = 0.0
 
     def __post_init__(self) -> None:
-        job, sampling, text = self.job, self.job.sampling, self._text
+        job, sampling = self.job, self.job.sampling
         self.usage = Usage(prompt_tokens=len(job.prompt_token_ids) + job.num_encoder_prompt_tokens)
-        self.sequences = [
-            TextSequence(index, Detokenizer(text, sampling.stop, self._skips_special_tokens, sampling.min_tokens))
-            for index in range(sampling.n)
-        ]
-        self._eos_token_ids = text.info.eos_token_ids
+        self.sequences = [TextSequence(index, replace(self._detokenizer, _ids=[])) for index in range(sampling.n)]
+        self._eos_token_ids = self._text.info.eos_token_ids
         self._stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_token_ids)}
         self._num_forced = len(sampling.prefix_allowed)
         """Tokens that the prompt format forces (Whisper's language, task): generated, but no part of the answer."""

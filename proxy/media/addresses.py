@@ -81,7 +81,8 @@ class AddressResolver:
             if is_public(address) or (self._allow_private and is_private(address)):
                 continue
             where = "at a reserved address" if self._allow_private else "in a private network"
-            raise invalid(f"the host {host!r} is {where} ({address}), which is not allowed", param)
+            remedy = " without --allow-private-media-urls" if is_private(address) else ""
+            raise invalid(f"the host {host!r} is {where} ({address}), which is not allowed{remedy}", param)
         return addresses[:_MAX_ADDRESSES]
 
 

@@ -32,6 +32,8 @@ _MAGIC: Final[tuple[tuple[bytes, MediaKind, str], ...]] = (
     (b"GIF87a", "image", "gif"),
     (b"GIF89a", "image", "gif"),
     (b"BM", "image", "bmp"),
+    (b"II*\0", "image", "tiff"),
+    (b"MM\0*", "image", "tiff"),
     (b"fLaC", "audio", "flac"),
     (b"OggS", "audio", "ogg"),
     (b"ID3", "audio", "mp3"),
@@ -44,8 +46,14 @@ _CONTAINERS: Final[dict[tuple[bytes, bytes], tuple[MediaKind, str]]] = {
     (b"RF64", b"WAVE"): ("audio", "wav"),
     (b"FORM", b"AIFF"): ("audio", "aiff"),
 }
+_PICTURE_BRANDS: Final = {
+    b"avif": "avif",
+    b"avis": "avif",
+    **dict.fromkeys((b"heic", b"heix", b"mif1", b"msf1"), "heic"),
+}
+"""Major brands of pictures in the container of MP4: iana.org/assignments/media-types (image/avif, image/heic)."""
 _EXPECTED: Final = {
-    "image": "a picture (JPEG, PNG, WebP, GIF, BMP)",
+    "image": "a picture (JPEG, PNG, WebP, GIF, BMP, AVIF, TIFF)",
     "audio": f"audio (WAV, MP3, FLAC, Ogg, AIFF, {containers.FORMATS})",
     "video": f"a video ({containers.FORMATS})",
 }
@@ -99,7 +107,7 @@ class MediaIntake:
         """
         limit = self._settings.max_media_items
         if len(sources) > limit:
-            message = f"{len(sources)} media items in one request, at most {limit} are allowed"
+            message = f"{len(sources)} media items in one request, at most {limit} are allowed (--max-media-items)"
             raise invalid(message, sources[limit].param)
         try:
             async with asyncio.TaskGroup() as group:
@@ -145,7 +153,9 @@ class MediaIntake:
         scheme = source.url[:8].partition(":")[0].lower()
         if not source.data and scheme not in self._schemes:
             allowed = ", ".join(f"{scheme}:" for scheme in self._schemes)
-            raise invalid(f"{source.param} must be a URL with one of {allowed}, not {source.url[:40]!r}", source.param)
+            setting = "--allowed-media-folder" if scheme == "file" else "--allowed-media-schemes"
+            message = f"{source.param} must be a URL with one of {allowed}, not {source.url[:40]!r}"
+            raise invalid(f"{message} ({setting} can allow more)", source.param)
         if source.data or scheme == "data":
             text = source.data or source.url
             held.reserve(min(len(text), limit))
@@ -194,6 +204,9 @@ class MediaIntake:
         if found is None or found[0] != kind:
             what = f"looks like {found[1]}" if found else f"begins with {data[:8]!r}, which is no known format"
             raise TriptychError("bad_media", f"{param} should be {_EXPECTED[kind]}; it {what}", param)
+        if found[1] == "heic" and b"avif" not in data[16:64]:  # `mif1` is what a few encoders of AVIF call theirs
+            message = f"{param} is a HEIC picture, which is not decoded here: send a JPEG"
+            raise TriptychError("bad_media", message, param)
 
 
 async def _hashed(kind: MediaKind, data: bytes, param: str) -> MediaItem:
@@ -207,6 +220,8 @@ def sniff(data: bytes) -> tuple[MediaKind, str] | None:
     for magic, kind, name in _MAGIC:
         if data.startswith(magic):
             return kind, name
+    if data[4:8] == b"ftyp" and (brand := _PICTURE_BRANDS.get(data[8:12])) is not None:
+        return "image", brand
     if (container := containers.demuxer(data[: containers.HEAD_BYTES])) is not None:
         return "audio", container
     if len(data) > 1 and data[0] == 0xFF and data[1] & 0xE0 == 0xE0:  # an MPEG audio frame without a tag

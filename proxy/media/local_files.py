@@ -53,8 +53,8 @@ def _open_below(root: Path, path: Path) -> int:
 
 def too_large(size_bytes: int, limit_bytes: int, param: str) -> TriptychError:
     """Return the error of media in the field `param` over the limit."""
-    setting = " (max_video_bytes)" if param.endswith("video_url.url") else ""
-    message = f"{param} has {size_bytes} bytes, at most {limit_bytes} are allowed{setting}"
+    setting = "--max-video-bytes" if param.endswith("video_url.url") else "--max-media-bytes"
+    message = f"{param} has {size_bytes} bytes, at most {limit_bytes} are allowed ({setting})"
     return TriptychError("item_too_large", message, param)
 
 

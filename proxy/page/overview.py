@@ -44,7 +44,7 @@ def cluster(service: Service) -> dict[str, Any]:
         "chats": info.media_kind != "text" and (service.transcribes or service.text.has_chat_template),
         "transcribes": service.transcribes,
         "max_model_len": service.max_model_len,
-        "version": _version(),
+        "version": own_version(),
         "protocol": PROTOCOL_VERSION,
         "time_s": time.time(),
         "ready": not problem,
@@ -117,7 +117,8 @@ def _state(service: Service, record: InstanceRecord) -> tuple[str, str | None]:
     return ("ready", None) if worker.admitted else ("connecting", None)
 
 
-def _version() -> str | None:
+def own_version() -> str | None:
+    """Return the installed version of Triptych; None in a checkout that is not installed."""
     try:
         return version("triptych")
     except PackageNotFoundError:

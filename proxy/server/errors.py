@@ -17,6 +17,32 @@ from common.telemetry import get_logger
 RETRY_AFTER_S: Final = 1
 _TYPES: Final = {404: "not_found_error", 429: "rate_limit_error"}
 
+_SERVED: Final = "/v1/chat/completions, /v1/completions, /v1/audio/transcriptions and /v1/audio/translations"
+_UNSERVED: Final = {
+    "/v1/embeddings": "embeddings",
+    "/v1/moderations": "moderations",
+    "/v1/images": "generated images",
+    "/v1/videos": "generated videos",
+    "/v1/audio/speech": "spoken answers",
+    "/v1/rerank": "rankings",
+    "/v2/rerank": "rankings",
+    "/rerank": "rankings",
+    "/v1/score": "scores",
+    "/score": "scores",
+    "/pooling": "embeddings",
+    "/v1/files": "files",
+    "/v1/uploads": "files",
+    "/v1/batches": "batches",
+    "/v1/fine_tuning": "fine-tuning jobs",
+    "/v1/assistants": "assistants",
+    "/v1/threads": "threads",
+    "/v1/vector_stores": "vector stores",
+    "/v1/realtime": "realtime sessions",
+    "/v1/messages": "Anthropic's messages",
+    "/api/": "Ollama's routes",
+}
+"""Refused with 404, which clients do not repeat as they do 501."""
+
 log = get_logger()
 
 
@@ -68,10 +94,23 @@ def from_validation(error: ValidationError) -> TriptychError:
     param = field_path(first["loc"]) or None
     if first["type"] == "json_invalid":
         return invalid(f"the body is not valid JSON: {first['msg']}")
-    value = first.get("input")
-    shown = f", not {_short(value)}" if first["type"] not in ("missing", "extra_forbidden") else ""
+    about = first.get("ctx", {})
+    match first["type"]:
+        case "extra_forbidden":
+            return invalid(f"{param or first['loc'][-1]!s:.80} is not a known field: leave it out", param)
+        case "too_short":
+            least, found = about["min_length"], about["actual_length"]
+            return invalid(f"{param} needs at least {least} item{'s' * (least > 1)}, it has {found}", param)
+        case "too_long":
+            return invalid(f"{param} takes at most {about['max_length']} items, more were given", param)
+    value = "" if first["type"] == "missing" else f", not {shown(first.get('input'))}"
     message = first["msg"].removeprefix("Value error, ")
-    return invalid(f"{param or 'body'}: {message}{shown}", param)
+    return invalid(f"{param or 'body'}: {message}{value}", param)
+
+
+def unsupported(name: str, value: object) -> TriptychError:
+    """Return the error of a field that is known, but not supported with this value."""
+    return invalid(f"{name} is not supported ({shown(value)} was given): leave it out", name)
 
 
 def field_path(loc: Sequence[int | str]) -> str:
@@ -100,7 +139,8 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_http(request: Request, error: HTTPException) -> JSONResponse:
-        messages = {404: f"no route {request.url.path}", 405: f"{request.method} is not allowed here"}
+        path = request.url.path
+        messages = {404: f"no route {path}{_instead(path)}", 405: f"{request.method} is not allowed here"}
         message = messages.get(error.status_code, str(error.detail))
         code = "not_found" if error.status_code == 404 else "invalid_request"
         headers = dict(error.headers) if error.headers else None
@@ -112,6 +152,15 @@ def install(app: FastAPI) -> None:
         return error_response(ErrorInfo("internal_error", "an unexpected error in the proxy; its log has the details"))
 
 
-def _short(value: object) -> str:
+def _instead(path: str) -> str:
+    """Return the end of a sentence for a route of OpenAI's or vLLM's API that is not served."""
+    what = next((what for prefix, what in _UNSERVED.items() if path.startswith(prefix)), None)
+    return "" if what is None else f": {what} are not served here, only {_SERVED}"
+
+
+def shown(value: object) -> str:
+    """Return a value for a message: whole, or its first words and an ellipsis."""
     text = repr(value[:80] if isinstance(value, str | list) else value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    if len(text) <= 80 and not (isinstance(value, str | list) and len(value) > 80):
+        return text
+    return (text[:76].rpartition(" ")[0] or text[:76]).rstrip(",:;") + " …"

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -40,6 +41,9 @@ QUIET_S: Final = 1.5
 """Time without a request after which a draining proxy may go: balancers notice after some looks at /ready."""
 _POLL_S: Final = 0.05
 REQUEST_ID_HEADER: Final = "x-request-id"
+_CLIENT_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+"""A client's own id: returned in the header and named in the log. Inside the cluster ids are ours: clients repeat
+theirs."""
 _LINE_ENDS: Final = {character: f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
 """Escaped: many clients (httpx, and others with Python's rules for lines) would end a line of an event here."""
 _DEADLINE_GRACE_S: Final = 2.0
@@ -114,7 +118,7 @@ class RequestContext:
         """Reserve memory for a body of at least `size` bytes, of which `reserved` have memory. Returns the new sum."""
         if size > self.max_body_bytes:
             message = f"the request body has {size} bytes or more, at most {self.max_body_bytes} are allowed"
-            raise TriptychError("item_too_large", message)
+            raise TriptychError("item_too_large", f"{message} (--max-body-bytes)")
         if size > reserved:
             self.held.reserve(size - reserved)
         return max(size, reserved)
@@ -155,14 +159,15 @@ class AdmissionController:
         Raises the errors of `endpoint` before the first payload, and TriptychError("overloaded") over the limit.
         """
         request_id = f"{prefix}-{uuid.uuid4().hex}"
-        request.state.request_id = request_id
+        given = request.headers.get(REQUEST_ID_HEADER, "")
+        request.state.request_id = header_id = given if _CLIENT_ID.fullmatch(given) else request_id
         if self.closing:
             self.metrics.refused.labels("closing").inc()
             raise TriptychError("unavailable", "the server is shutting down; try again shortly")
         if self.inflight >= self.limit:
             self.metrics.refused.labels("inflight").inc()
-            message = f"{self.inflight} requests are under way, at most {self.limit} are allowed; try again shortly"
-            raise Overloaded(message)
+            message = f"{self.inflight} requests are under way, at most {self.limit} are allowed (--max-inflight)"
+            raise Overloaded(f"{message}; try again shortly")
         self.inflight += 1
         self.metrics.inflight.inc()
         now_s = time.monotonic()
@@ -172,7 +177,7 @@ class AdmissionController:
         )
         traceparent = request.headers.get("traceparent")
         self.timelines.open(request_id, request.url.path, self.model, context.created_s, traceparent)
-        headers = {REQUEST_ID_HEADER: request_id}
+        headers = {REQUEST_ID_HEADER: header_id}
         log.debug("request accepted", request=request_id, route=request.url.path)
         payloads = endpoint(context)
         stream: EventStream | None = None
@@ -214,7 +219,10 @@ class AdmissionController:
             }
             stages_ms = self.timelines.close(context.id, figures)
             route = context.request.url.path
-            log.info("request ended", request=context.id, route=route, model=self.model, stages_ms=stages_ms, **figures)
+            given = context.request.state.request_id
+            client = {} if given == context.id else {"client_request": given}
+            client |= {"route": route, "model": self.model, "stages_ms": stages_ms}
+            log.info("request ended", request=context.id, **client, **figures)
 
 
 async def _unless_disconnected(context: RequestContext, work: Awaitable[T]) -> T:

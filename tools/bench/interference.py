@@ -195,7 +195,7 @@ def _server(name: str, folder: Path, stack: ExitStack) -> tuple[str, str]:
         url, _, served = name.partition("=")[2].rpartition("=")
         return url.rstrip("/"), served
     config = EngineConfig(dtype="bfloat16")
-    settings = Settings(model=str(folder), served_model_name="vlm", port=0, log_level="warning", engine=config)
+    settings = Settings(model=str(folder), served_model_name=("vlm",), port=0, log_level="warning", engine=config)
     cluster = LocalCluster(settings, name)
     cluster.start()
     stack.callback(cluster.stop)

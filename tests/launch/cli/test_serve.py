@@ -31,7 +31,7 @@ def plan_of(folder: Path, architecture: str, topology: str | None = None) -> Pla
     shutil.copy(BUNDLED / "signpost" / "tokenizer.json", folder)
     (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     engine = EngineConfig(device="cpu")
-    return make_plan(Settings(model=str(folder), served_model_name="it", port=0, topology=topology, engine=engine))
+    return make_plan(Settings(model=str(folder), served_model_name=("it",), port=0, topology=topology, engine=engine))
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,12 @@ def test_a_named_file_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_child_gets_exactly_the_parents_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    flags = {"engine.max_num_seqs": 7, "served_model_name": "x", "handoff_timeout_s": 1.5, "max_media_bytes": 4096}
+    flags = {
+        "engine.max_num_seqs": 7,
+        "served_model_name": ("x", "y"),
+        "handoff_timeout_s": 1.5,
+        "max_media_bytes": 4096,
+    }
     settings = load_settings(flags)
     monkeypatch.setenv("TRIPTYCH_ENGINE__BLOCK_SIZE", "128")
     monkeypatch.setenv("TRIPTYCH_PORT", "4444")

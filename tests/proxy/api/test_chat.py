@@ -137,9 +137,6 @@ async def test_a_prompt_over_the_context_length_says_so(serve, text_model):
         with pytest.raises(openai.BadRequestError) as caught:
             await rig.chat("many words " * 100)
         assert caught.value.code == "context_length_exceeded"
-        with pytest.raises(openai.BadRequestError) as caught:
-            await rig.chat("few words", max_tokens=1000)
-        assert caught.value.code == "context_length_exceeded"
         assert "128" in str(caught.value)
 
 

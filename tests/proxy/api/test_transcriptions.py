@@ -194,7 +194,7 @@ BAD_FORMS = (
     ({"use_beam_search": "true", "temperature": "0.5"}, 400, "temperature"),
     ({"use_beam_search": "true", "top_k": "5"}, 400, "top_k"),
     ({"temperature": "hot"}, 400, "temperature"),
-    ({"top_p": "0"}, 400, "top_p"),
+    ({"top_p": "-1"}, 400, "top_p"),
     ({"min_p": "nan"}, 400, "min_p"),
     ({"repetition_penalty": "0"}, 400, "repetition_penalty"),
     ({"seed": str(2**70)}, 400, "seed"),

@@ -190,6 +190,7 @@ def test_sniffing_knows_its_formats():
     assert sniff(b"\0\0\0\x1cftypM4A \0\0\0\0") == ("audio", "mov,mp4,m4a,3gp,3g2,mj2")
     assert sniff(b"\x1aE\xdf\xa3\x9fB\x86\x81") == ("audio", "matroska,webm")
     assert sniff(b"\xff\xf1\x50\x80") == ("audio", "aac")
-    assert sniff(b"II*\0") is sniff(b"MM\0*") is None, "TIFF: the encoder would refuse it"
+    assert sniff(b"II*\0") == sniff(b"MM\0*") == ("image", "tiff")
+    assert sniff(b"\0\0\0\x20ftypavif\0\0\0\0") == ("image", "avif")
     assert sniff(base64.b64encode(picture())) is None
     assert sniff(b"") is None

@@ -61,7 +61,7 @@ def _on_system(setup: Setup, folder: Path, system: str, measure: Measure) -> Ite
     topology, _, mps = system.partition(" with ")
     share = share_of(setup.device, MEMORY_FRACTION)
     engine = EngineConfig(load_format="dummy", max_num_batched_tokens=2048, **share)
-    settings = Settings(model=str(folder), served_model_name=MODEL, port=0, log_level="warning", engine=engine)
+    settings = Settings(model=str(folder), served_model_name=(MODEL,), port=0, log_level="warning", engine=engine)
     with (
         mps_daemon(setup.folder) if mps else nullcontext(),
         LocalCluster(settings, topology, start_timeout_s=START_TIMEOUT_S) as cluster,
