@@ -100,7 +100,7 @@ def make_service(settings: Settings, info: ModelInfo, instance_id: str) -> Servi
             settings.request_timeout_s,
             metrics,
             timelines,
-            settings.served_model_name or info.name,
+            (settings.served_model_name or (info.name,))[0],
         ),
     )
 

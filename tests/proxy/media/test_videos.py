@@ -63,7 +63,7 @@ async def test_a_video_is_cut_into_pieces_for_the_encoders(serve, scheme: str, c
         ({"max_video_seconds": 2}, r"lasts 4 s, at most 2 s are accepted \(max_video_seconds\)"),
         ({"max_video_frames": 4}, r"would see 8 frames .*\(max_video_frames\)"),
         ({"max_video_pixels": 1000}, r"frames of 160 x 120 pixels, at most 1000 .*\(max_video_pixels\)"),
-        ({"max_video_bytes": 1000}, r"at most 1000 are allowed \(max_video_bytes\)"),
+        ({"max_video_bytes": 1000}, r"at most 1000 are allowed \(--max-video-bytes\)"),
     ],
 )
 async def test_a_limit_names_itself(serve, settings: dict[str, Any], message: str, clip: bytes) -> None:
