@@ -12,6 +12,7 @@ import io
 import itertools
 import math
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -70,6 +71,8 @@ __all__ = [
 ]
 
 FAR_FUTURE_S = 1e12
+STAGED_BYTES = 128 * 2**20
+"""Limit of a request's preprocessed inputs that wait for grants: a long video has gigabytes of them in all."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,11 @@ class _Live:
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     attempts: dict[int, int] = field(default_factory=dict)
     processed: dict[int, processors.ProcessedInput] = field(default_factory=dict)  # offered, not granted yet
+    unoffered: deque[int] = field(default_factory=deque)
+
+    @property
+    def staged_bytes(self) -> int:
+        return sum(array.nbytes for item in self.processed.values() for array in item.arrays.values())
 
 
 class LLM:
@@ -298,11 +306,11 @@ class LLM:
             InputSlot(number, kind, content_hash(kind, data), index)
             for number, ((kind, data), index) in enumerate(zip(media, indices, strict=True))
         ]
-        self._live[request_id] = _Live(parsed, media, params)
+        live = self._live[request_id] = _Live(parsed, media, params)
+        live.unoffered.extend(slot.input_id for slot in slots)
         self.decoder.add_request(request_id, token_ids, slots, params, priority)
         try:
-            for slot in slots:
-                self._offer(request_id, slot.input_id)
+            self._offer_some(request_id, live)
         except BaseException:
             self.abort(request_id)
             raise
@@ -386,6 +394,11 @@ class LLM:
             raise TriptychError("bad_media", "the frames of a video have one size, and there is one at least")
         return videos.of_frames([_media_bytes(image.convert("RGB")) for image in images], images[0].size, fps, rules)
 
+    def _offer_some(self, request_id: str, live: _Live) -> None:
+        """Preprocess and offer the next inputs, up to STAGED_BYTES; the others follow after grants."""
+        while live.unoffered and (not live.processed or live.staged_bytes < STAGED_BYTES):
+            self._offer(request_id, live.unoffered.popleft())
+
     def _offer(self, request_id: str, input_id: int) -> None:
         """Preprocess an input and offer the result to the decoder, as an encoder worker would."""
         live = self._live[request_id]
@@ -405,8 +418,10 @@ class LLM:
                 assert self.encoder is not None
                 item = live.processed.pop(event.input_id)
                 self.encoder.submit((event.request_id, event.input_id, event.attempt), item)
+                self._offer_some(event.request_id, live)
             case Grant(status="cached"):
                 live.processed.pop(event.input_id, None)
+                self._offer_some(event.request_id, live)
             case InputNeeded():
                 if self.encoder is not None:
                     self.encoder.cancel((event.request_id, event.input_id, live.attempts[event.input_id]))

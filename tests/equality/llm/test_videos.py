@@ -26,7 +26,7 @@ from tests.video_files import moving, video_file
 
 MAX_TOKENS = 16
 OPTIONS: list[dict[str, Any]] = [{}, {"max_num_batched_tokens": 16, "block_size": 4, "encoder_batch_items": 1}]
-Setup = tuple[LLM, list[Case]]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -83,6 +83,20 @@ def test_equal_pieces_are_computed_once_and_their_prefix_is_found(
     first, again = llm.generate(prompt, params)[0], llm.generate(prompt, params)[0]
     assert again.outputs[0].token_ids == first.outputs[0].token_ids
     assert again.num_cached_tokens > first.num_prompt_tokens // 2
+
+
+def test_a_request_stages_few_pieces_at_a_time(
+    name: str, cases: list[Case], folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.llm.STAGED_BYTES", 1)
+    llm = LLM(folder_of(name))
+    request_id = llm.add({"prompt_token_ids": cases[3].prompt, "multi_modal_data": _media(llm, cases[3])}, GREEDY)  # type: ignore[arg-type,typeddict-item]
+    live, answer = llm._live[request_id], None
+    assert live.unoffered
+    while answer is None:
+        assert len(live.processed) <= 1
+        answer = next(iter(llm.step()), None)
+    assert strip(llm.info, answer.outputs[0].token_ids) == cases[3].expected
 
 
 def test_placeholders_and_media_have_to_agree(name: str, cases: list[Case], folder_of: FolderOf) -> None:
