@@ -145,9 +145,11 @@ def build(
 
 
 def language_code(language: str) -> str:
-    """Return the code of a language from code or English name, in any case; an unknown text unchanged."""
+    """Return the code of a language from code, English name or code and region ("de-DE"), in any case; an unknown text
+    unchanged."""
     lower = language.strip().lower()
-    return lower if lower in LANGUAGE_NAMES else _LANGUAGE_CODES.get(lower, lower)
+    alone = lower.replace("_", "-").partition("-")[0]
+    return alone if alone in LANGUAGE_NAMES else _LANGUAGE_CODES.get(lower, lower)
 
 
 def language_name(code: str) -> str:

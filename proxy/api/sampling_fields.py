@@ -312,7 +312,7 @@ def likeliest_alone(drawing: dict[str, Any]) -> dict[str, Any]:
 def refuse_sampling(fields: BaseModel) -> None:
     """Raise TriptychError("invalid_request") naming the first sampling field of a request for beam search."""
     for name, off in (("temperature", 0), ("top_p", 1), ("top_k", -1), ("min_p", 0)):
-        if getattr(fields, name) not in (None, off, 0):
+        if getattr(fields, name) not in (None, off, 0, [0.0]):
             raise _wrong(name, f"must be {off} with use_beam_search, which does not sample")
 
 

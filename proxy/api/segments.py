@@ -7,12 +7,12 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from common.sampling_params import TimestampRules
+from common.text.whisper_rules import compression_ratio
 
 TIMESTAMP_S: Final = 0.02
 """Seconds between consecutive timestamp tokens."""
@@ -29,10 +29,10 @@ class Segment:
     seek_s: float
     avg_logprob: float | None = None
     no_speech_prob: float | None = None
+    temperature: float = 0.0
 
-    def to_json(self, index: int, temperature: float) -> dict[str, Any]:
+    def to_json(self, index: int) -> dict[str, Any]:
         """Return OpenAI's `verbose_json`: times in seconds, `seek` in hundredths."""
-        encoded = self.text.encode()
         known = {"avg_logprob": self.avg_logprob, "no_speech_prob": self.no_speech_prob}
         return {
             "id": index,
@@ -41,8 +41,8 @@ class Segment:
             "end": round(self.end_s, 3),
             "text": self.text,
             "tokens": list(self.token_ids),
-            "temperature": temperature,
-            "compression_ratio": len(encoded) / len(zlib.compress(encoded)),
+            "temperature": self.temperature,
+            "compression_ratio": compression_ratio(self.text),
             **{name: value for name, value in known.items() if value is not None},
         }
 

@@ -15,11 +15,13 @@ import msgspec
 from common.messages import TokenLogprob
 from common.sampling_params import MAX_LOGPROBS, SamplingParams, TimestampRules
 from common.text import whisper_prompt
+from common.text.whisper_rules import Rules
 from proxy.api.merge import Merge
 from proxy.api.segments import Segment, split_at_timestamps
 from proxy.dispatch.jobs import Job, MediaItem, make_slots, part_id
 from proxy.dispatch.text_stream import Delta, Finish, TextStream, Usage
 from proxy.media.audio import Window, shared
+from proxy.media.voice import VoiceOptions
 from proxy.server.limits import RequestTickets, Ticket
 from proxy.server.request_context import RequestContext
 from proxy.service import Service
@@ -34,7 +36,8 @@ class SpeechOptions:
 
     `language` is detected by default; `prompt` is a hint for the first window, `token_ids` its decoder prompt as given;
     `token_limit` counts per window, beside the limit of the decoder; `timestamps` divide windows into segments;
-    `details` add the model's confidence.
+    `details` add the model's confidence. `rules` silence windows without speech, and read bad ones again; with `live`
+    text is sent as it comes, and only silence is held back. `voice` leaves out what is no speech.
     """
 
     language: str | None = None
@@ -45,6 +48,9 @@ class SpeechOptions:
     details: bool = False
     token_limit: int | None = None
     priority: int = 0
+    rules: Rules | None = None
+    live: bool = False
+    voice: VoiceOptions | None = None
 
 
 @dataclass
@@ -57,6 +63,7 @@ class _Window:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     no_speech_prob: float | None = None
+    temperature: float = 0.0
 
     @property
     def avg_logprob(self) -> float | None:
@@ -123,10 +130,8 @@ class Speech:
     _next: asyncio.Lock = field(default_factory=asyncio.Lock)
     _language_known: asyncio.Event = field(default_factory=asyncio.Event)
     _windows: list[_Window] = field(default_factory=list)
-
-    @property
-    def duration_s(self) -> float:
-        return self._windows[-1].end_s if self._windows else 0.0
+    duration_s: float = 0.0
+    _is_whole: bool = False  # the recording is the only window
 
     @property
     def text(self) -> str:
@@ -147,6 +152,7 @@ class Speech:
         for window in self._windows:
             times = (window.start_s, window.end_s)
             for segment in split_at_timestamps(window.token_ids, rules, times, self._service.text.decode):
+                segment = replace(segment, temperature=window.temperature)
                 if self._options.details:
                     segment = replace(segment, avg_logprob=window.avg_logprob, no_speech_prob=window.no_speech_prob)
                 found.append(segment)
@@ -162,14 +168,16 @@ class Speech:
             self._context.held.reserve(len(self._item.data))
             path = held.enter_context(shared(self._item.data))
             window_s = float(self._service.info.preprocessor.get("chunk_length", 30))
-            windows = await self._service.recordings.split(path, window_s, self._item.param)
-            if len(windows) == 1:
+            recordings, options = self._service.recordings, self._options
+            windows, self.duration_s = await recordings.split(path, window_s, self._item.param, options.voice)
+            if [(one.start_s, one.end_s) for one in windows] == [(0.0, self.duration_s)]:
+                self._is_whole = True
                 held.close()  # the recording goes to the encoder unchanged
                 self._context.held.release(len(self._item.data))
             else:
                 largest = sorted(window.size_bytes for window in windows)[-PARALLEL_WINDOWS:]
                 self._context.held.reserve(sum(largest))
-            language = self._options.language
+            language = options.language
             if language is not None or not whisper_prompt.is_multilingual(self._service.info):
                 self.language = whisper_prompt.language_code(language) if language else "en"
                 self._language_known.set()
@@ -193,25 +201,68 @@ class Speech:
                 while self._tickets.num_waiting and not line.has_room:
                     await line.moves()
                 ticket = self._tickets.acquire()
-            generation = await self._generation(index, window, path, ticket)
-            try:
-                async with aclosing(generation.deltas()) as deltas:
-                    async for delta in deltas:
-                        if not self._language_known.is_set():
-                            first = generation.sequences[0].token_ids
-                            self.language = whisper_prompt.detected_language(self._service.info, first)
-                            self._language_known.set()
-                        await merged.put((index, delta))
-            finally:
-                ticket.release()
+            item = await self._part(window, path)
+            rules, result = self._options.rules, self._windows[index]
+            for attempt, temperature in enumerate(self._temperatures):
+                ticket = ticket if attempt == 0 else self._tickets.acquire()
+                generation = self._generation(index, attempt, temperature, item, ticket)
+                try:
+                    held = await self._read(index, generation, merged)
+                finally:
+                    ticket.release()
                 self.usage.add(generation.usage)
-                result = self._windows[index]
+                result.temperature = generation.job.sampling.temperature
                 result.token_ids = generation.text_token_ids
                 result.logprobs = generation.sequences[0].logprobs[len(generation.job.sampling.prefix_allowed) :]
-                if self._options.details:
-                    result.no_speech_prob = self._no_speech_prob(generation)
+                result.no_speech_prob = self._no_speech_prob(generation) if self._wants_probabilities else None
+                if rules is None or not held:
+                    break
+                if rules.is_silence(result.no_speech_prob, result.avg_logprob):
+                    result.token_ids, result.logprobs, held = [], [], [Delta("", "stop")]
+                    break
+                if not rules.is_bad("".join(delta.text for delta in held), result.avg_logprob):
+                    break
+            for delta in held:
+                await merged.put((index, delta))
 
-    async def _generation(self, index: int, window: Window, path: str, ticket: Ticket) -> TextStream:
+    async def _read(self, index: int, generation: TextStream, merged: Merge[tuple[int, Delta]]) -> list[Delta]:
+        """Read a window to its end. Return the deltas that wait for the rules; put all others."""
+        rules, held = self._options.rules, list[Delta]()
+        holds = rules is not None
+        async with aclosing(generation.deltas()) as deltas:
+            async for delta in deltas:
+                if not self._language_known.is_set():
+                    first = generation.sequences[0].token_ids
+                    self.language = whisper_prompt.detected_language(self._service.info, first)
+                    self._language_known.set()
+                if rules is not None and self._options.live:
+                    holds = rules.is_silence(self._no_speech_prob(generation), None)
+                if holds:
+                    held.append(delta)
+                else:
+                    await merged.put((index, delta))
+        return held
+
+    async def _part(self, window: Window, path: str) -> MediaItem:
+        item = self._item
+        if self._is_whole:
+            return item
+        part = await self._service.recordings.cut(path, window, item.param)
+        return await asyncio.to_thread(MediaItem.of, "audio", part, item.param)
+
+    @property
+    def _temperatures(self) -> tuple[float | None, ...]:
+        """Temperatures of the attempts at a window; None for the request's own. What is sent cannot be read again."""
+        rules = self._options.rules
+        return (None,) if rules is None or self._options.live else (None, *rules.temperatures[1:])
+
+    @property
+    def _wants_probabilities(self) -> bool:
+        return self._options.details or self._options.rules is not None
+
+    def _generation(
+        self, index: int, attempt: int, temperature: float | None, item: MediaItem, ticket: Ticket
+    ) -> TextStream:
         info, text, options = self._service.info, self._service.text, self._options
         prompt_ids, fields = whisper_prompt.build(
             info,
@@ -224,19 +275,19 @@ class Speech:
         )
         if options.token_limit is not None:  # the forced prefix does not count as the answer's
             fields["max_tokens"] = min(fields["max_tokens"], options.token_limit + len(fields["prefix_allowed"]))
-        if options.details:
+        if self._wants_probabilities:
             # The token after <|startoftranscript|> tells speech from silence: with a known language a token of the
             # prompt, else the first generated token.
             is_generated = prompt_ids[-1] == whisper_prompt.start_token_id(info)
             fields |= {"logprobs": MAX_LOGPROBS} if is_generated else {"logprobs": 0, "prompt_logprobs": MAX_LOGPROBS}
-        item, request_id = self._item, self._context.id
-        if len(self._windows) > 1:
-            part = await self._service.recordings.cut(path, window, item.param)
-            item = await asyncio.to_thread(MediaItem.of, "audio", part, item.param)
-            request_id = part_id(request_id, index)
+        if temperature is not None:
+            fields |= {"temperature": temperature, "seed": self._sampling.seed or 0}
+        request_id = self._context.id if self._is_whole else part_id(self._context.id, index)
+        if attempt:
+            request_id = part_id(request_id, attempt)
         sampling = msgspec.structs.replace(self._sampling, **fields)
         job = Job(request_id, prompt_ids, sampling, make_slots([item], None), [item], options.priority)
-        if index == 0:
+        if index == 0 and attempt == 0:
             self.job = job
         return self._service.generate(job, self._context, ticket)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -16,10 +17,12 @@ from common.errors import invalid
 from common.sampling_params import MAX_SEQUENCES, SamplingParams
 from common.text import whisper_prompt
 from common.text.whisper_prompt import Task, language_name
+from common.text.whisper_rules import TEMPERATURES, Rules
 from proxy.api.logprobs import LogprobShapes
 from proxy.api.sampling_fields import Int32, Seed, likeliest_alone, refuse_sampling
 from proxy.api.segments import as_srt, as_vtt
 from proxy.api.speech import Speech, SpeechOptions
+from proxy.media.voice import VoiceOptions
 from proxy.server.errors import from_validation
 from proxy.server.request_context import Json, Payload, Plain, RequestContext, Sse
 from proxy.service import Service
@@ -29,12 +32,40 @@ _CHARSETS: Final = ("utf-8", "utf8", "us-ascii", "ascii", "iso-8859-1", "latin-1
 """Accepted charsets of forms. Python has codecs that raise, take minutes, or return no text."""
 
 
+Temperature = Annotated[float, Field(ge=0, le=2)]
+
+
+class ChunkingStrategy(BaseModel):
+    """OpenAI's: parts of a recording without speech are left out. `auto` has the defaults."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["auto", "server_vad"]
+    threshold: float = Field(0.5, ge=0, le=1)
+    prefix_padding_ms: int = Field(300, ge=0, le=10_000)
+    silence_duration_ms: int = Field(2000, ge=0, le=60_000)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_text(cls, value: Any) -> Any:
+        """Take `auto`, or the object as JSON: fields of forms are texts."""
+        if not isinstance(value, str):
+            return value
+        if not value.lstrip().startswith("{"):
+            return {"type": value}
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"is not JSON: {error}") from error
+
+
 class TranscriptionForm(BaseModel):
     """Fields beside the file. Unsupported fields are refused by name.
 
     Beyond OpenAI's: how tokens are drawn (`top_p`, `top_k`, `min_p`, `seed`) and repetition is kept down, as in a chat,
     `max_completion_tokens` (for each window of 30 s), `return_token_ids`, `priority`, and beam search, whose width is
     `best_of`. `decoder_prompt` is Whisper's for the first window; later windows share its language and task.
+    Thresholds and `vad_filter` are faster-whisper's; of several temperatures, each is for text that failed before.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -44,7 +75,12 @@ class TranscriptionForm(BaseModel):
     prompt: str | None = None
     decoder_prompt: str | None = None
     response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] = "json"
-    temperature: float = Field(0.0, ge=0, le=2)
+    temperature: list[Temperature] = Field([0.0], min_length=1, max_length=8)
+    no_speech_threshold: float = Field(0.6, ge=0, le=1)
+    log_prob_threshold: float = Field(-1.0, ge=-100, le=0)
+    compression_ratio_threshold: float = Field(2.4, ge=0, le=1e6)
+    vad_filter: bool = False
+    chunking_strategy: ChunkingStrategy | None = None
     timestamp_granularities: list[Literal["segment"]] = []
     include: list[Literal["logprobs"]] = []
     stream: bool = False
@@ -61,6 +97,32 @@ class TranscriptionForm(BaseModel):
     length_penalty: float = Field(1.0, ge=-100, le=100)
     return_token_ids: bool = False
     priority: Int32 = 0
+
+    @field_validator("temperature", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        return value if isinstance(value, list) else [value]
+
+    @property
+    def rules(self) -> Rules | None:
+        """Whisper's rules. Beam search has no probabilities; one temperature but 0 is wanted as it is."""
+        if self.use_beam_search:
+            return None
+        temperatures = tuple(self.temperature)
+        return Rules(
+            self.no_speech_threshold,
+            self.log_prob_threshold,
+            self.compression_ratio_threshold,
+            TEMPERATURES if temperatures == (0.0,) else temperatures,
+        )
+
+    @property
+    def voice(self) -> VoiceOptions | None:
+        chunking = self.chunking_strategy
+        if chunking is None:
+            return VoiceOptions() if self.vad_filter else None
+        padding_s, silence_s = chunking.prefix_padding_ms / 1000, chunking.silence_duration_ms / 1000
+        return VoiceOptions(chunking.threshold, padding_s, silence_s)
 
     @property
     def has_segments(self) -> bool:
@@ -80,7 +142,7 @@ class TranscriptionForm(BaseModel):
 
     def sampling(self, max_tokens: int) -> SamplingParams:
         return SamplingParams(
-            **likeliest_alone({"temperature": self.temperature, "top_p": self.top_p}),
+            **likeliest_alone({"temperature": self.temperature[0], "top_p": self.top_p}),
             max_tokens=max_tokens,
             top_k=max(0, self.top_k),
             min_p=self.min_p,
@@ -127,6 +189,9 @@ async def transcriptions(
         details=form.response_format == "verbose_json",
         token_limit=form.max_completion_tokens,
         priority=form.priority,
+        rules=form.rules,
+        live=form.stream,
+        voice=form.voice,
     )
     speech = Speech(service, context, tickets, item, form.sampling(service.max_model_len), options)
     async with aclosing(speech.deltas()) as deltas:
@@ -170,15 +235,19 @@ async def _read_form(context: RequestContext) -> tuple[TranscriptionForm, bytes]
 def _validate(raw: FormData) -> TranscriptionForm:
     values: dict[str, Any] = {}
     lists: dict[str, list[Any]] = {}
+    objects: dict[str, dict[str, Any]] = {}
     for key, value in raw.multi_items():
+        name, bracket, part = key.partition("[")
         if key.endswith("[]"):
             lists.setdefault(key[:-2], []).append(value)
+        elif bracket:
+            objects.setdefault(name, {})[part.removesuffix("]")] = value
         elif key != "file":
             values[key] = value
-    for name in sorted(values.keys() & lists.keys()):
+    for name in sorted(values.keys() & (lists.keys() | objects.keys())):
         raise invalid(f"{name} is given with and without brackets", name)
     try:
-        return TranscriptionForm.model_validate(values | lists)
+        return TranscriptionForm.model_validate(values | lists | objects)
     except ValidationError as error:
         raise from_validation(error) from error
 
@@ -203,7 +272,7 @@ def _answer(service: Service, form: TranscriptionForm, speech: Speech, task: Tas
             "language": None if speech.language is None else language_name(speech.language),
             "duration": speech.duration_s,
             "text": speech.text,
-            "segments": [one.to_json(index, form.temperature) for index, one in enumerate(speech.segments())],
+            "segments": [one.to_json(index) for index, one in enumerate(speech.segments())],
             "usage": _usage(speech),
             **extra,
         }

@@ -15,7 +15,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from common.media import containers
 from common.messages import MAX_CHANNELS, SAMPLING_RATES
 from common.process import malloc
 from common.process.child_pool import ChildPool
+from proxy.media.voice import VoiceOptions, regions
 
 MAX_AUDIO_S: Final = 2 * 3600.0
 SEARCH_S: Final = 5.0
@@ -64,6 +65,13 @@ class Window:
         return 2 * (self.end - self.start)
 
 
+class Division(NamedTuple):
+    """The windows of a recording, and its length."""
+
+    windows: list[Window]
+    duration_s: float
+
+
 class AudioWindows(ChildPool):
     """Pool of helper processes that decode audio."""
 
@@ -79,10 +87,10 @@ class AudioWindows(ChildPool):
             on_crash=on_crash,
         )
 
-    async def split(self, path: str, window_s: float, param: str) -> list[Window]:
+    async def split(self, path: str, window_s: float, param: str, voice: VoiceOptions | None = None) -> Division:
         """Run `split`; also raises as `run` does, naming `param`."""
         with naming(param):
-            return await self.run(param, split, path, window_s, param)
+            return await self.run(param, split, path, window_s, param, voice)
 
     async def cut(self, path: str, window: Window, param: str) -> bytes:
         """Run `cut`; also raises as `run` does, naming `param`."""
@@ -117,24 +125,34 @@ def initialize(parent_pid: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def split(path: str, window_s: float, param: str) -> list[Window]:
+def split(path: str, window_s: float, param: str, voice: VoiceOptions | None = None) -> Division:
     """Return the windows of a recording; a recording of at most `window_s` is a single window.
 
+    With `voice`, windows hold speech only, and there may be none.
     Raises TriptychError("bad_media") for undecodable or empty data, ("item_too_large") over MAX_AUDIO_S.
     """
     with _open(path, param) as recording:
         rate, frames = recording.rate, recording.num_frames
         _check_duration(frames / rate, param)
-        if 0 < frames <= window_s * rate:
-            return [Window(0, frames, rate)]
+        if 0 < frames <= window_s * rate and voice is None:
+            return Division([Window(0, frames, rate)], frames / rate)
         energies, total = _energies(recording, param)
     if total == 0:
         raise TriptychError("bad_media", f"{param} has no samples", param)
     hop = rate // _HOPS_PER_S
-    starts = [0]
-    while total - starts[-1] > window_s * rate:
-        starts.append(_cut_after(starts[-1], energies, hop, rate, window_s))
-    return [Window(start, end, rate) for start, end in zip(starts, [*starts[1:], total], strict=True)]
+    spans = [(0, total)]
+    if voice is not None:
+        spans = [(begin * hop, min(end * hop, total)) for begin, end in regions(energies, _HOPS_PER_S, voice)]
+    found: list[tuple[int, int]] = []
+    for begin, end in spans:
+        if found and end - found[-1][0] <= window_s * rate:  # a pause and what follows fit, too
+            begin, _ = found.pop()
+        while end - begin > window_s * rate:
+            middle = _cut_after(begin, energies, hop, rate, window_s)
+            found.append((begin, middle))
+            begin = middle
+        found.append((begin, end))
+    return Division([Window(begin, end, rate) for begin, end in found], total / rate)
 
 
 def cut(path: str, window: Window, param: str) -> bytes:

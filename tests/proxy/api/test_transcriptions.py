@@ -187,19 +187,29 @@ async def test_a_long_recording_is_cut_where_it_is_quiet_and_joined_in_order(spe
 
 BAD_FORMS = (
     ({"language": "klingon"}, 400, "language"),
+    ({"language": "deutsch"}, 400, "language"),
+    ({"language": "deutsch-DE"}, 400, "language"),
     ({"response_format": "yaml"}, 400, "response_format"),
     ({"timestamp_granularities[]": "segment"}, 400, "timestamp_granularities"),
     ({"include[]": "logprobs", "response_format": "text"}, 400, "include"),
     ({"stream": "true", "response_format": "srt"}, 400, "response_format"),
     ({"use_beam_search": "true", "temperature": "0.5"}, 400, "temperature"),
     ({"use_beam_search": "true", "top_k": "5"}, 400, "top_k"),
-    ({"temperature": "hot"}, 400, "temperature"),
+    ({"temperature": "hot"}, 400, "temperature[0]"),
+    ({"no_speech_threshold": "2"}, 400, "no_speech_threshold"),
     ({"top_p": "-1"}, 400, "top_p"),
     ({"min_p": "nan"}, 400, "min_p"),
     ({"repetition_penalty": "0"}, 400, "repetition_penalty"),
     ({"seed": str(2**70)}, 400, "seed"),
     ({"model": "other"}, 404, "model"),
-    ({"chunking_strategy": "auto"}, 400, "chunking_strategy"),
+    ({"chunking_strategy": "none"}, 400, "chunking_strategy.type"),
+    ({"chunking_strategy": "{"}, 400, "chunking_strategy"),
+    (
+        {"chunking_strategy[type]": "server_vad", "chunking_strategy[threshold]": "2"},
+        400,
+        "chunking_strategy.threshold",
+    ),
+    ({"chunking_strategy": "auto", "chunking_strategy[type]": "auto"}, 400, "chunking_strategy"),
     ({"timestamp_granularities[]": "word"}, 400, "timestamp_granularities[0]"),
     ({"stream": "true", "response_format": "verbose_json"}, 400, "response_format"),
     ({"prompt": "<|endoftext|>"}, 400, "prompt"),
@@ -273,7 +283,7 @@ def test_windows_cover_a_recording_without_gaps_in_any_container():
         out = io.BytesIO()
         soundfile.write(out, samples, rate, format=kind)
         with shared(out.getvalue()) as path:
-            windows = audio.split(path, 12.0, "file")
+            windows = audio.split(path, 12.0, "file").windows
             cuts = [audio.cut(path, window, "file") for window in windows]
         assert [w.start for w in windows[1:]] == [w.end for w in windows[:-1]]
         assert windows[0].start == 0
