@@ -165,12 +165,14 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     """Log-probability of a token: natural logarithm, taken before the temperature and before any other change.
 
     `rank` counts from 1, the likeliest token; `top` are the likeliest tokens with log-probabilities, likeliest first.
+    `frame` is the encoder's frame at which a token of the prompt begins, where `SamplingParams.alignment` asks for it.
     """
 
     token_id: Count
     logprob: float
     rank: Count
     top: list[tuple[int, float]] = []
+    frame: Count | None = None
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens"):

@@ -41,6 +41,16 @@ class TimestampRules(msgspec.Struct, frozen=True):
     max_initial_index: int | None = None
 
 
+class Alignment(msgspec.Struct, frozen=True):
+    """Ask when the prompt's tokens after the first `first_token` were spoken, within `num_frames` of the encoder.
+
+    The prompt is a whole transcript with the end of sequence. Frames come with `prompt_logprobs`.
+    """
+
+    first_token: int
+    num_frames: int
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a request; names and meanings follow vLLM and OpenAI.
 
@@ -66,6 +76,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                           they count as generated, as they do in transformers
     prefix_allowed[i]     the only token ids allowed as the i-th generated token: forced tokens are lists of one,
                           Whisper's language detection is the list of its language tokens
+    alignment             when the tokens of the prompt were spoken; needs prompt_logprobs
     suppress_tokens never appear; `begin_suppress_tokens` do not appear as the first token after the prefix.
     """
 
@@ -100,6 +111,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     num_forced_tokens: int = 0
     timestamps: TimestampRules | None = None
     grammar: Grammar | None = None
+    alignment: Alignment | None = None
 
     @property
     def greedy(self) -> bool:
@@ -144,6 +156,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ("prefix_allowed", all(self.prefix_allowed), "needs at least one token at every position"),
             ("logprobs", are_counts[0], f"must be between 0 and {MAX_LOGPROBS}"),
             ("prompt_logprobs", are_counts[1], f"must be between 0 and {MAX_LOGPROBS}"),
+            ("alignment", self.alignment is None or self.prompt_logprobs is not None, "needs prompt_logprobs"),
             ("seed", self.seed is None or -(2**63) <= self.seed < 2**64, "must fit into 64 bits"),
             (
                 "stop",

@@ -41,6 +41,7 @@ from common.messages import (
 )
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
+from common.text import whisper_prompt
 from common.text.processor import Detokenizer, TextProcessor
 from common.text.prompts import (
     ExplicitEncoderDecoderPrompt,
@@ -54,6 +55,7 @@ from common.text.prompts import (
     with_checkpoint_rules,
 )
 from common.text.token_text import bad_words_ids
+from common.text.whisper_words import FRAME_S, Word, aligned_words, alignment_request
 from engine import processors
 from engine.core.decoder_engine import DecoderEngine
 from engine.core.encoder_engine import EncoderEngine
@@ -93,7 +95,8 @@ class RequestOutput:
 
     `num_prompt_tokens` counts the media too, `num_cached_tokens` those found in the prefix cache; `prompt_token_ids`
     has one placeholder per media item, of a video one per piece. Of an encoder-decoder model it is the decoder prompt
-    as it was processed, and the encoder prompt stands beside it; texts are None where none was given.
+    as it was processed, and the encoder prompt stands beside it; texts are None where none was given. `words` have
+    times, where `transcribe` was asked for these.
     """
 
     request_id: str
@@ -106,6 +109,7 @@ class RequestOutput:
     prompt: str | None = None
     encoder_prompt: str | None = None
     encoder_prompt_token_ids: list[int] | None = None
+    words: list[Word] = field(default_factory=list)
 
 
 @dataclass
@@ -226,14 +230,14 @@ class LLM:
         prompt: str | None = None,
         timestamps: bool = False,
         decoder_prompt: str | list[int] | None = None,
+        words: bool = False,
     ) -> RequestOutput:
         """Transcribe audio of at most a window (30 s) with a Whisper model.
 
-        With `timestamps`, `token_ids` have a timestamp at both ends of each segment. A `decoder_prompt` takes the place
-        of all three, and is checked as `whisper_prompt.options` says.
+        With `words`, a second pass tells when each word was spoken. With `timestamps`, `token_ids` have a timestamp at
+        both ends of each segment. A `decoder_prompt` takes the place of language, prompt and timestamps, and is checked
+        as `whisper_prompt.options` says.
         """
-        from common.text import whisper_prompt
-
         options = whisper_prompt.options(
             self.info,
             self.text,
@@ -245,7 +249,30 @@ class LLM:
         token_ids, rules = whisper_prompt.build(self.info, self.text, **options)
         params = SamplingParams(**{"temperature": 0.0, **rules})
         request_id = self.add({"prompt_token_ids": token_ids, "multi_modal_data": {"audio": audio}}, params)
-        return self._run([request_id])[0]
+        output = self._run([request_id])[0]
+        return replace(output, words=self._words(audio, output, options, params)) if words else output
+
+    def _words(self, audio: Any, output: RequestOutput, options: dict[str, Any], params: SamplingParams) -> list[Word]:
+        """Return when the words of a transcript were spoken."""
+        from engine.media.audio import decode_audio
+
+        rate = int(self.info.preprocessor.get("sampling_rate", 16000))
+        samples = decode_audio(_media_bytes(audio), rate, self.info.max_encoder_tokens * FRAME_S)
+        known, spoken = output.outputs[0].token_ids, options["language"]
+        language = whisper_prompt.language_code(spoken) if spoken else None
+        if params.prefix_allowed:
+            language = whisper_prompt.detected_language(self.info, known)
+        ids, sampling = alignment_request(
+            self.info,
+            self.text,
+            known[len(params.prefix_allowed) :],
+            language=language,
+            task=options.get("task", "transcribe"),
+            duration_s=len(samples) / rate,
+        )
+        prompt: TokensPrompt = {"prompt_token_ids": ids, "multi_modal_data": {"audio": audio}}
+        [answer] = self._run([self.add(prompt, sampling)])
+        return aligned_words(ids, sampling, answer.prompt_logprobs, self.text, language, 0.0)
 
     def _add_all(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[str]:
         """Queue all prompts, or none."""

@@ -122,7 +122,7 @@ class PagedAttentionContext:
 
     Plans are the backend's: of `plan` for one step, or of `make_decode_plan` for a CUDA graph. `caches[layer]` serves
     self- and cross-attention alike, each counting its own layers: a block belongs to one kind of attention, and its
-    number indexes the same tensor.
+    number indexes the same tensor. `cross_queries`, where given, keeps the queries of cross-attention by layer.
     """
 
     backend: AttentionBackend
@@ -131,6 +131,7 @@ class PagedAttentionContext:
     self_plan: Any
     cross_plan: Any = None
     after_input: torch.Tensor | None = None
+    cross_queries: dict[int, torch.Tensor] | None = None
 
     @property
     def has_cross(self) -> bool:
@@ -176,4 +177,6 @@ class PagedAttentionContext:
         self, layer: int, query: torch.Tensor, *, scale: float | None = None, bias: AttentionBias | None = None
     ) -> torch.Tensor:
         """Attend to the visible encoder keys of each token. Shape: [num_tokens, num_heads, head_dim]."""
+        if self.cross_queries is not None:
+            self.cross_queries[layer] = query
         return self.backend.run(query, self.caches[layer], self.cross_plan, scale=scale, bias=bias)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 from weakref import WeakKeyDictionary
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -245,6 +246,7 @@ class Decoding:
             assert _is_media(request, position)  # which was not known yet when the rows before it were computed
             known.append(None)
         end = min(rows.first + len(rows.hidden) + 1, len(request.prompt))
+        self._keep_queries(rows)
         while len(known) < end:  # some may be known from before a preemption
             first = len(known)
             positions = range(first, min(first + _ROWS, end))
@@ -255,6 +257,20 @@ class Decoding:
             logits = self._runner.logits(rows.hidden[offset : offset + len(tokens)])
             found = describe_tokens(logits, tokens, [count] * len(tokens))
             known += [None if is_media else one for is_media, one in zip(media, found, strict=True)]
+        if request.sampling.alignment is not None and len(known) == len(request.prompt) and request.cross_queries:
+            frames = self._runner.align(request, request.cross_queries, self._blocks)
+            first = request.sampling.alignment.first_token
+            for place, frame in enumerate(frames, first):
+                one = known[place]
+                known[place] = None if one is None else msgspec.structs.replace(one, frame=frame)
+            request.cross_queries = []
+
+    def _keep_queries(self, rows: PromptRows) -> None:
+        """Keep the queries of tokens that are new: after a preemption tokens are computed again."""
+        kept, layers = rows.sequence.request.cross_queries, rows.queries
+        if layers:
+            num_kept = sum(len(next(iter(part.values()))) for part in kept)
+            kept.append({layer: queries[max(0, num_kept - rows.first) :] for layer, queries in layers.items()})
 
 
 def _is_media(request: Request, position: int) -> bool:

@@ -47,6 +47,14 @@ class RequestFactory:
             raise TriptychError("invalid_request", message, "prompt")
         if len(prompt) >= self.max_model_len:
             raise TriptychError("context_length_exceeded", too_long(len(prompt), self.max_model_len), "messages")
+        wanted = sampling.alignment
+        if wanted is not None and not (self.info.is_encoder_decoder and 0 < wanted.first_token < len(prompt)):
+            message = (
+                f"alignment from token {wanted.first_token} of {len(prompt)}: needs a speech model, and a token before"
+            )
+            raise TriptychError("invalid_request", message, "alignment")
+        if wanted is not None and wanted.num_frames < 1:
+            raise TriptychError("invalid_request", "alignment needs at least one frame", "alignment")
         self._check_inputs(prompt, inputs)
 
     def _check_resumed(self, resumed: ListOf[Resumed], sampling: SamplingParams, num_prompt_tokens: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as ListOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -24,10 +24,11 @@ from engine.device.memory_profiler import reserved_memory
 from engine.device.recorder import CudaRecorder, Recorder
 from engine.models.layers import use_layer_kernels
 from engine.models.registry import load_decoder
+from engine.runner.alignment import alignment_heads, first_frames, gather_heads
 from engine.runner.cross import CrossBatch, write_cross
 from engine.runner.graphs import DecodeGraphs, GraphParts, UnrecordableError, graph_sizes
 from engine.runner.last_tokens import LastTokens
-from engine.runner.moves import move_blocks, read_tokens, write_tokens
+from engine.runner.moves import move_blocks, read_tokens, slots_of, write_tokens
 from engine.runner.step import (
     MergedRows,
     WantedRows,
@@ -38,7 +39,7 @@ from engine.runner.step import (
     wanted_rows,
 )
 from engine.state.inputs import InputBuffers, ScheduledStep, StepInputs
-from engine.state.request import Sequence
+from engine.state.request import Request, Sequence
 from engine.state.spec import DecoderSpec, HeadSpec, Table
 
 log = get_logger()
@@ -56,11 +57,13 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class PromptRows:
-    """`hidden` [m, hidden_size] of the tokens of `sequence` from position `first` on."""
+    """`hidden` [m, hidden_size] of the tokens of `sequence` from position `first` on, and the queries of
+    cross-attention by layer, [m, num_heads, head_dim], where an alignment needs these."""
 
     sequence: Sequence
     first: int
     hidden: torch.Tensor
+    queries: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class DecoderRunner:
@@ -180,12 +183,13 @@ class DecoderRunner:
         inputs = self._prepare(step, blocks)
         pieces = [] if self._cross is not None else find_pieces(step, inputs, cache, self.info)
         wanted = wanted_rows(step, inputs)
-        hidden = None
+        hidden, queries = None, dict[int, torch.Tensor]()
         if self.graphs is not None and not pieces and not wanted.prompts:
             hidden = self._replay(self.graphs, step, inputs, blocks)
         if hidden is None:
-            hidden = self._compute(step, inputs, blocks, pieces)
-        return self._select(hidden, step, wanted)
+            aligns = any(step.sequences[index].sampling.alignment for index, _, _ in wanted.prompts)
+            hidden = self._compute(step, inputs, blocks, pieces, queries if aligns else None)
+        return self._select(hidden, step, wanted, queries)
 
     def _prepare(self, step: ScheduledStep, blocks: BlockManager) -> StepInputs:
         slots = [sequence.slot_index for sequence in step.sequences]
@@ -208,9 +212,14 @@ class DecoderRunner:
         return graphs.run(inputs, positions_of(step, inputs, uses_mrope=self._uses_mrope), own, cross)
 
     def _compute(
-        self, step: ScheduledStep, inputs: StepInputs, blocks: BlockManager, pieces: ListOf[MergedRows]
+        self,
+        step: ScheduledStep,
+        inputs: StepInputs,
+        blocks: BlockManager,
+        pieces: ListOf[MergedRows],
+        queries: dict[int, torch.Tensor] | None,
     ) -> torch.Tensor:
-        """Hidden states of any step, kernel by kernel."""
+        """Hidden states of any step, kernel by kernel; `queries` get those of cross-attention by layer."""
         input_ids, positions, slot_mapping, block_table, slots = self.buffers.staging.send(
             inputs.input_ids,
             positions_of(step, inputs, uses_mrope=self._uses_mrope),
@@ -227,14 +236,34 @@ class DecoderRunner:
         own = self_metadata(step, inputs, blocks, block_table, slot_mapping, whole_inputs=whole_inputs)
         cross = None if self._cross is None else self._cross.metadata(step, inputs, blocks, on_device=True)
         context = PagedAttentionContext.of_step(self.backend, self.caches, own, cross)
+        if queries is not None:
+            context = replace(context, cross_queries=queries)
         hidden: torch.Tensor = self.model(embeddings, positions, context, encoder_rows)
         return hidden
 
-    def _select(self, hidden: torch.Tensor, step: ScheduledStep, wanted: WantedRows) -> StepOutput:
-        prompts = [
-            PromptRows(step.sequences[index], step.sequences[index].num_computed_tokens, hidden[start:end])
-            for index, start, end in wanted.prompts
-        ]
+    def align(self, request: Request, parts: ListOf[dict[int, torch.Tensor]], blocks: BlockManager) -> list[int]:
+        """Return the first frames of a request's tokens, from the queries of its prompt in `parts`, for `alignment`.
+
+        The queries of the last token are not looked at, and need not be there.
+        """
+        wanted = request.sampling.alignment
+        assert wanted is not None
+        heads = alignment_heads(self.info, self.spec)
+        num_frames = min(wanted.num_frames, request.num_encoder_tokens)
+        table = blocks.get_cross_block_table(request.request_id)
+        slots = slots_of(self.caches[0], table, 0, num_frames)
+        keys = {layer: self.caches[layer][0].flatten(0, 1)[slots] for layer, _ in heads}
+        queries = gather_heads(parts, heads)[:, : len(request.prompt) - 1]
+        return first_frames(queries, gather_heads([keys], heads), wanted.first_token - 1)
+
+    def _select(
+        self, hidden: torch.Tensor, step: ScheduledStep, wanted: WantedRows, queries: dict[int, torch.Tensor]
+    ) -> StepOutput:
+        prompts = []
+        for index, start, end in wanted.prompts:
+            sequence = step.sequences[index]
+            kept = {layer: rows[start:end] for layer, rows in queries.items()} if sequence.sampling.alignment else {}
+            prompts.append(PromptRows(sequence, sequence.num_computed_tokens, hidden[start:end], kept))
         if len(wanted.finished) < len(hidden):
             rows = self.buffers.staging.take(len(wanted.finished))
             rows[:] = wanted.last_rows

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
+from torch import Tensor
 
 from common.messages import InputLayout, InputSlot, Offer, Resumed, Span, TokenLogprob
 from common.sampling_params import SamplingParams
@@ -167,6 +168,8 @@ class Request:
     has_output: bool = False
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     prompt_logprobs_sent: bool = False
+    cross_queries: list[dict[int, Tensor]] = field(default_factory=list)
+    """Of the prompt's tokens so far, by layer, for an alignment."""
     mrope_next: int = 0
     mrope_end: int = 0
     is_prompt_known: bool = False

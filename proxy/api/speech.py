@@ -16,6 +16,7 @@ from common.messages import TokenLogprob
 from common.sampling_params import MAX_LOGPROBS, SamplingParams, TimestampRules
 from common.text import whisper_prompt
 from common.text.whisper_rules import Rules
+from common.text.whisper_words import Word, aligned_words, alignment_request
 from proxy.api.merge import Merge
 from proxy.api.segments import Segment, split_at_timestamps
 from proxy.dispatch.jobs import Job, MediaItem, make_slots, part_id
@@ -37,7 +38,8 @@ class SpeechOptions:
     `language` is detected by default; `prompt` is a hint for the first window, `token_ids` its decoder prompt as given;
     `token_limit` counts per window, beside the limit of the decoder; `timestamps` divide windows into segments;
     `details` add the model's confidence. `rules` silence windows without speech, and read bad ones again; with `live`
-    text is sent as it comes, and only silence is held back. `voice` leaves out what is no speech.
+    text is sent as it comes, and only silence is held back. `voice` leaves out what is no
+    speech; `words` are told with their times.
     """
 
     language: str | None = None
@@ -51,6 +53,7 @@ class SpeechOptions:
     rules: Rules | None = None
     live: bool = False
     voice: VoiceOptions | None = None
+    words: bool = False
 
 
 @dataclass
@@ -64,6 +67,7 @@ class _Window:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     no_speech_prob: float | None = None
     temperature: float = 0.0
+    words: list[Word] = field(default_factory=list)
 
     @property
     def avg_logprob(self) -> float | None:
@@ -145,6 +149,10 @@ class Speech:
     def logprobs(self) -> list[TokenLogprob]:
         return [entry for window in self._windows for entry in window.logprobs]
 
+    @property
+    def words(self) -> list[Word]:
+        return [word for window in self._windows for word in window.words]
+
     def segments(self) -> list[Segment]:
         """Return segments by timestamps, or a segment per window."""
         found: list[Segment] = []
@@ -222,8 +230,34 @@ class Speech:
                     break
                 if not rules.is_bad("".join(delta.text for delta in held), result.avg_logprob):
                     break
+            if self._options.words and result.token_ids:
+                result.words = await self._align(index, item)
             for delta in held:
                 await merged.put((index, delta))
+
+    async def _align(self, index: int, item: MediaItem) -> list[Word]:
+        """Return when the words of a window were spoken, by a second pass over its text."""
+        service, result = self._service, self._windows[index]
+        prompt_ids, sampling = alignment_request(
+            service.info,
+            service.text,
+            result.token_ids,
+            language=self.language,
+            task=self._options.task,
+            duration_s=result.end_s - result.start_s,
+        )
+        request_id = part_id(self._context.id, index) + ".words"
+        job = Job(request_id, prompt_ids, sampling, make_slots([item], None), [item], self._options.priority)
+        ticket = self._tickets.acquire()
+        generation = service.generate(job, self._context, ticket)
+        try:
+            async with aclosing(generation.deltas()) as deltas:
+                async for _ in deltas:
+                    pass
+        finally:
+            ticket.release()
+        logprobs = generation.prompt_logprobs
+        return aligned_words(prompt_ids, sampling, logprobs, service.text, self.language, result.start_s)
 
     async def _read(self, index: int, generation: TextStream, merged: Merge[tuple[int, Delta]]) -> list[Delta]:
         """Read a window to its end. Return the deltas that wait for the rules; put all others."""

@@ -20,7 +20,7 @@ from common.text.whisper_prompt import Task, language_name
 from common.text.whisper_rules import TEMPERATURES, Rules
 from proxy.api.logprobs import LogprobShapes
 from proxy.api.sampling_fields import Int32, Seed, likeliest_alone, refuse_sampling
-from proxy.api.segments import as_srt, as_vtt
+from proxy.api.segments import as_srt, as_vtt, of_words
 from proxy.api.speech import Speech, SpeechOptions
 from proxy.media.voice import VoiceOptions
 from proxy.server.errors import from_validation
@@ -81,7 +81,7 @@ class TranscriptionForm(BaseModel):
     compression_ratio_threshold: float = Field(2.4, ge=0, le=1e6)
     vad_filter: bool = False
     chunking_strategy: ChunkingStrategy | None = None
-    timestamp_granularities: list[Literal["segment"]] = []
+    timestamp_granularities: list[Literal["segment", "word"]] = []
     include: list[Literal["logprobs"]] = []
     stream: bool = False
     top_p: float = Field(1.0, ge=0, le=1)
@@ -128,12 +128,16 @@ class TranscriptionForm(BaseModel):
     def has_segments(self) -> bool:
         return self.response_format in ("verbose_json", "srt", "vtt")
 
+    @property
+    def has_words(self) -> bool:
+        return "word" in self.timestamp_granularities
+
     def check(self) -> None:
         """Raise TriptychError("invalid_request") naming the field for combinations without meaning."""
         if self.stream and self.has_segments:
             raise invalid(f"{self.response_format} cannot be streamed: use json or text", "response_format")
-        if self.timestamp_granularities and self.response_format != "verbose_json":
-            message = f"response_format {self.response_format} has no timestamp_granularities: use verbose_json"
+        if self.timestamp_granularities and not self.has_segments:
+            message = f"{self.response_format} has no timestamp_granularities: use verbose_json, srt or vtt"
             raise invalid(message, "timestamp_granularities")
         if self.include and (self.stream or self.response_format != "json"):
             raise invalid("logprobs come with response_format json only, and are not streamed", "include")
@@ -192,6 +196,7 @@ async def transcriptions(
         rules=form.rules,
         live=form.stream,
         voice=form.voice,
+        words=form.has_words,
     )
     speech = Speech(service, context, tickets, item, form.sampling(service.max_model_len), options)
     async with aclosing(speech.deltas()) as deltas:
@@ -253,26 +258,30 @@ def _validate(raw: FormData) -> TranscriptionForm:
 
 
 def _answer(service: Service, form: TranscriptionForm, speech: Speech, task: Task) -> Json | Plain:
+    cues = of_words(speech.words) if form.has_words else speech.segments()
     match form.response_format:
         case "text":
             return Plain(speech.text + "\n")
         case "srt":
-            return Plain(as_srt(speech.segments()))
+            return Plain(as_srt(cues))
         case "vtt":
-            return Plain(as_vtt(speech.segments()))
+            return Plain(as_vtt(cues))
     extra: dict[str, Any] = {"token_ids": speech.token_ids} if form.return_token_ids else {}
     if form.response_format == "json":
         if form.include:
             content = LogprobShapes(service.token_texts, 0).chat(speech.logprobs)["content"]
             extra["logprobs"] = [{name: entry[name] for name in ("token", "logprob", "bytes")} for entry in content]
         return Json({"text": speech.text, "usage": _usage(speech), **extra})
+    if form.has_words:
+        extra["words"] = [word.to_json() for word in speech.words]
+    if not form.has_words or "segment" in form.timestamp_granularities:
+        extra["segments"] = [one.to_json(index) for index, one in enumerate(speech.segments())]
     return Json(
         {
             "task": task,
             "language": None if speech.language is None else language_name(speech.language),
             "duration": speech.duration_s,
             "text": speech.text,
-            "segments": [one.to_json(index) for index, one in enumerate(speech.segments())],
             "usage": _usage(speech),
             **extra,
         }
