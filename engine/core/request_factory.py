@@ -108,8 +108,8 @@ class RequestFactory:
             # A single sequence, without output rules; the output of an only resumed sequence is prefilled, too.
             sampling = msgspec.structs.replace(sampling, n=1, beam_width=1, grammar=None)
             resumed = [msgspec.structs.replace(resumed[0], index=0)] if len(resumed) == 1 else []
-        elif prefilled:  # the log-probabilities of a prompt are known where it is computed
-            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        elif prefilled:  # what is told of a prompt is known where it is computed
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None, alignment=None)
         self._check(prompt_token_ids, inputs, sampling)
         if resumed:
             self._check_resumed(resumed, sampling, len(prompt_token_ids))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from common.text import whisper_prompt
+from common.text.whisper_words import alignment_request
 from engine.llm import LLM
 from tests.equality.cases import MAX_TOKENS as LIMITS
 from tests.equality.cases import Case, CasesOf, FolderOf, timed_speech_cases
@@ -75,3 +76,21 @@ def test_a_recording_is_transcribed_as_by_transformers(whisper_tiny_en: Path) ->
     assert "leisure to consider how much there might be prudently" in llm.text.decode(cases[0].expected)
     [completion] = llm.transcribe(cases[1].media[0]).outputs
     assert completion.text.strip() == "He might even have been made amiable himself."
+
+
+@pytest.mark.parametrize("options", [{"max_num_batched_tokens": 3}, {"block_size": 7}], ids=str)
+def test_times_of_words_do_not_depend_on_how_the_prompt_is_computed(
+    clips: tuple[Path, list[Case]], options: dict[str, Any]
+) -> None:
+    audio, samples = recording("amiable.wav")
+    found = []
+    for llm in (LLM(clips[0]), LLM(clips[0], **options)):
+        said, duration_s = list(range(10, 40)), len(samples) / 16000
+        ids, sampling = alignment_request(
+            llm.info, llm.text, said, language="en", task="transcribe", duration_s=duration_s
+        )
+        [answer] = llm.generate({"prompt_token_ids": ids, "multi_modal_data": {"audio": audio}}, sampling)
+        found.append([one.frame for one in answer.prompt_logprobs[-len(said) - 1 :] if one is not None])
+        assert llm.decoder.is_empty()
+    assert found[0] == found[1] == sorted(found[0])
+    assert found[0][-1] > 0
