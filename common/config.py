@@ -228,6 +228,12 @@ class Settings(BaseSettings):
         "Form of reasoning; think: <think>…</think>, auto: by the chat template, none: reasoning stays text.",
         "API",
     )
+    response_store_bytes: Size = _setting(
+        ByteSize(0),
+        "Memory for answers of /v1/responses that later requests continue; 0 keeps none.",
+        "API",
+        ge=0,
+    )
     generation_config: GenerationConfigSource = _setting(
         "auto",
         "Temperature, top_p, top_k, min_p and repetition_penalty of requests without these; auto: the values of the "

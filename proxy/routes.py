@@ -14,6 +14,7 @@ from common.http.drain import drain_answer, wait_of
 from common.keys import api_keys
 from proxy.api.chat import chat_completions
 from proxy.api.completions import completions
+from proxy.api.responses.endpoint import responses
 from proxy.api.tokens import detokenize, tokenize
 from proxy.api.transcriptions import transcriptions
 from proxy.observe.scrape import ClusterMetrics, targets
@@ -42,6 +43,7 @@ def make_router(service: Service) -> APIRouter:
         router.add_api_route(path, answer, methods=["POST"])
 
     generates("/v1/chat/completions", "chatcmpl", partial(chat_completions, service))
+    generates("/v1/responses", "resp", partial(responses, service))
     generates("/v1/completions", "cmpl", partial(completions, service))
     generates("/v1/audio/transcriptions", "trsc", partial(transcriptions, service))
     generates("/v1/audio/translations", "trsl", partial(transcriptions, service, task="translate"))
@@ -49,6 +51,15 @@ def make_router(service: Service) -> APIRouter:
     generates("/tokenize", "tok", partial(tokenize, service))
     generates("/detokenize", "detok", partial(detokenize, service))
     add_page(router, service)
+
+    @router.get("/v1/responses/{response_id}")
+    async def _response(response_id: str) -> dict[str, Any]:
+        return service.responses.get(response_id)
+
+    @router.delete("/v1/responses/{response_id}")
+    async def _forget_response(response_id: str) -> dict[str, Any]:
+        service.responses.delete(response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
 
     @router.get("/v1/models")
     async def _models() -> dict[str, Any]:

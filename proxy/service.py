@@ -18,6 +18,7 @@ from common.model_info import ModelInfo
 from common.text.processor import Detokenizer, TextProcessor
 from common.text.token_text import TokenTexts
 from proxy.conversation.dialect import Dialect, choose
+from proxy.conversation.store import ResponseStore
 from proxy.dispatch.dispatcher import Dispatcher
 from proxy.dispatch.jobs import Job
 from proxy.dispatch.placement import WHOLE, any_encodes, imbalance, missing
@@ -63,6 +64,7 @@ class Service:
     max_model_len: int = field(init=False)
     sampling_defaults: dict[str, Any] = field(init=False)
     """Sampling of requests that give none, as fields of `SamplingParams`."""
+    responses: ResponseStore = field(init=False)
     dialect: Dialect = field(init=False)
     """How the model writes reasoning and tool calls."""
     transcribes: bool = field(init=False)
@@ -77,6 +79,7 @@ class Service:
         self.max_model_len = longest if limit is None else min(limit, longest)
         self.sampling_defaults = self.info.sampling_defaults(self.settings.generation_config)
         settings = self.settings
+        self.responses = ResponseStore(settings.response_store_bytes)
         self.dialect = choose(self.text.chat_template, settings.tool_call_parser, settings.reasoning_parser)
         self.transcribes = self.info.is_encoder_decoder and self.info.media_kind == "audio"
 

@@ -14,6 +14,7 @@ from pydantic.json_schema import models_json_schema
 
 from common.http.drain import MAX_WAIT_S
 from proxy.api.openai_types import ChatRequest, CompletionRequest
+from proxy.api.responses.request import ResponsesRequest
 from proxy.api.sampling_fields import ACCEPTED_OFF, IGNORED, GenerationRequest
 from proxy.api.tokens import DetokenizeRequest, TokenizeRequest
 from proxy.api.transcriptions import TranscriptionForm
@@ -37,7 +38,14 @@ _ERROR: Final = {
 }
 _STATUS: Final = {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}}
 _ANY: Final = {"type": "object"}
-_BODIES: Final = (ChatRequest, CompletionRequest, TranscriptionForm, TokenizeRequest, DetokenizeRequest)
+_BODIES: Final = (
+    ChatRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    TranscriptionForm,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
 _LIMIT: Final = {
     "name": "limit",
     "in": "query",
@@ -70,6 +78,8 @@ def _paths() -> dict[str, Any]:
     return {
         "/v1/chat/completions": _post("application/json", ChatRequest),
         "/v1/completions": _post("application/json", CompletionRequest),
+        "/v1/responses": _post("application/json", ResponsesRequest),
+        "/v1/responses/{response_id}": _kept_response(),
         "/v1/audio/transcriptions": _post("multipart/form-data", TranscriptionForm),
         "/v1/audio/translations": _post("multipart/form-data", TranscriptionForm),
         "/tokenize": _post("application/json", TokenizeRequest),
@@ -136,6 +146,11 @@ def _drain() -> dict[str, Any]:
     responses = _responses("Nothing is under way.", content)
     responses["202"] = {"description": "Some requests are under way.", "content": content}
     return {"post": {"summary": "Stop being ready.", "parameters": [wait], "responses": responses}}
+
+
+def _kept_response() -> dict[str, Any]:
+    described = _get("A kept response.", _ANY, response_id="The id of a response.")
+    return {**described, "delete": {**described["get"], "summary": "Forget a kept response."}}
 
 
 def _responses(description: str, content: dict[str, Any]) -> dict[str, Any]:

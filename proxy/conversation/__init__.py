@@ -2,6 +2,7 @@
 
 `answer` chains the parsers of a turn, `thinking` finds reasoning, `calls` the calls that a model writes by itself,
 `forced` those that a grammar prescribes. `dialect` chooses by the chat template, and shows tools to templates without
-a place for them. `parts` are what all parsers return, `json_value` finds the end of a JSON value. Every parser is fed
-pieces of text, and returns the same parts however the text is cut. Imports `common` only.
+a place for them. `parts` are what all parsers return, `json_value` finds the end of a JSON value. `store` keeps answers
+for later requests. Every parser is fed pieces of text, and returns the same parts however the text is cut. Imports
+`common` only.
 """

@@ -69,9 +69,10 @@ class Plain:
 
 @dataclass(frozen=True)
 class Sse:
-    """One event of a stream; None ends it with [DONE]."""
+    """One event of a stream, with a name or without; None ends it with [DONE]."""
 
     value: dict[str, Any] | None
+    name: str | None = None
 
 
 Payload = Json | Plain | Sse
@@ -309,4 +310,5 @@ def _event(event: Sse) -> Message:
     if not data.isascii():
         for character, escape in _LINE_ENDS.items():
             data = data.replace(character, escape)
-    return {"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True}
+    name = "" if event.name is None else f"event: {event.name}\n"
+    return {"type": "http.response.body", "body": f"{name}data: {data}\n\n".encode(), "more_body": True}

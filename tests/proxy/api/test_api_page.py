@@ -10,6 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from proxy.api.openai_types import ChatRequest, CompletionRequest
+from proxy.api.responses.request import ResponsesRequest
 from proxy.api.sampling_fields import GenerationRequest
 from proxy.api.transcriptions import TranscriptionForm
 from proxy.routes import make_router
@@ -19,7 +20,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "api.md").read_text()
 EXAMPLE = re.compile(r"```(json|form) POST (\S+)( encoder-decoder)?\n(.*?)```", re.DOTALL)
 EXAMPLES = EXAMPLE.findall(PAGE)
 SECTIONS = {"## Generating": GenerationRequest, "### Chat": ChatRequest, "### Completions": CompletionRequest}
-SECTIONS |= {"## Speech": TranscriptionForm}
+SECTIONS |= {"## Speech": TranscriptionForm, "### Responses": ResponsesRequest}
 
 
 def _documented(heading: str) -> set[str]:
@@ -56,6 +57,7 @@ def test_there_are_examples_of_every_route_that_generates() -> None:
     assert {path for _, path, _, _ in EXAMPLES} == {
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/responses",
         "/v1/audio/transcriptions",
     }
 

@@ -1,0 +1,161 @@
+"""Answers of /v1/responses, whole or as typed events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.errors import TriptychError
+from proxy.api.chat import ChatAnswer, begin_answer
+from proxy.api.openai_types import ChatRequest, parse
+from proxy.api.responses.output import Event, ResponseOutput, new_id
+from proxy.api.responses.request import ResponsesRequest, messages_of, renamed
+from proxy.dispatch.text_stream import Delta, Usage
+from proxy.server.request_context import Json, Payload, RequestContext, Sse
+from proxy.service import LineName, Service
+
+
+async def responses(service: Service, context: RequestContext) -> AsyncGenerator[Payload]:
+    """Answer one request by the path of chats."""
+    lines: tuple[LineName, ...] = ("text",) if service.info.media_kind is None else ("text", "media")
+    service.check_lines(*lines)
+    body = await parse(ResponsesRequest, context)
+    service.check_model(body.model)
+    earlier = [] if body.previous_response_id is None else service.responses.messages(body.previous_response_id)
+    chat, messages = body.to_chat(earlier)
+    try:
+        answer = await begin_answer(service, context, chat)
+    except TriptychError as error:
+        raise renamed(error) from error
+    response = _Response(service, body, chat, answer, int(context.created_s))
+    async with aclosing(answer.source.deltas()) as deltas:
+        if not body.stream:
+            async for delta in deltas:
+                for _ in response.events(delta):
+                    pass
+            value = response.value()
+        else:
+            for event in response.begin():
+                yield response.sse(event)
+            try:
+                async for delta in deltas:
+                    for event in response.events(delta):
+                        yield response.sse(event)
+            except TriptychError as error:
+                response.error = {"code": "server_error", "message": error.info.message}
+                yield response.sse({"type": "response.failed", "response": response.value()})
+                raise
+            value = response.value()
+    if body.store is not False:
+        items = response.output.messages()
+        service.responses.put(value, messages + (messages_of(items) if items else []))
+    if not body.stream:
+        yield Json(value)
+        return
+    yield response.sse({"type": f"response.{value['status']}", "response": value})
+    yield Sse(None)
+
+
+@dataclass
+class _Response:
+    """A response under way."""
+
+    service: Service
+    body: ResponsesRequest
+    chat: ChatRequest
+    answer: ChatAnswer
+    created_s: int
+    id: str = field(default_factory=lambda: new_id("resp"))
+    finish: str | None = None
+    error: dict[str, Any] | None = None
+    _num_events: int = 0
+
+    def __post_init__(self) -> None:
+        self.output = ResponseOutput(self.service.dialect)
+
+    def sse(self, event: Event) -> Sse:
+        self._num_events += 1
+        return Sse({**event, "sequence_number": self._num_events - 1}, event["type"])
+
+    def begin(self) -> Iterator[Event]:
+        for name in ("created", "in_progress"):
+            yield {"type": f"response.{name}", "response": self.value()}
+
+    def events(self, delta: Delta) -> Iterator[Event]:
+        """Add a delta to the output, and yield its events."""
+        for part in self.answer.parts(0, delta.text, final=delta.finish_reason is not None):
+            yield from self.output.add(part)
+        if delta.finish_reason is not None:
+            self.finish = delta.finish_reason
+            yield from self.output.end(self.status)
+
+    @property
+    def status(self) -> str:
+        if self.error is not None:
+            return "failed"
+        return {None: "in_progress", "length": "incomplete"}.get(self.finish, "completed")
+
+    def value(self) -> dict[str, Any]:
+        """Return the response, with all fields that the Open Responses specification wants."""
+        body, extra, status = self.body, self.body.model_extra or {}, self.status
+        form = None if body.text is None else body.text.format
+        reasoning = body.reasoning
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created_s,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "error": self.error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": extra.get("max_tool_calls"),
+            "model": self.service.model_name,
+            "output": list(self.output.items),
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {
+                "effort": None if reasoning is None else reasoning.effort,
+                "summary": None if reasoning is None else reasoning.summary,
+            },
+            "store": body.store is not False and bool(self.service.responses.limit_bytes),
+            **self._sampling(extra),
+            "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": [{"description": None, "parameters": None, "strict": None, **tool} for tool in body.tools or ()],
+            "truncation": "disabled",
+            "background": False,
+            "service_tier": "default",
+            "metadata": extra.get("metadata") or {},
+            "safety_identifier": extra.get("safety_identifier"),
+            "prompt_cache_key": extra.get("prompt_cache_key"),
+            "user": extra.get("user"),
+            "usage": None if status == "in_progress" else self._usage(self.answer.source.usage),
+        }
+
+    def _sampling(self, extra: dict[str, Any]) -> dict[str, Any]:
+        """Return the sampling in effect."""
+        defaults = {"temperature": 1.0, "top_p": 1.0, **self.service.sampling_defaults}
+        return {
+            "temperature": defaults["temperature"] if self.body.temperature is None else self.body.temperature,
+            "top_p": defaults["top_p"] if self.body.top_p is None else self.body.top_p,
+            "presence_penalty": extra.get("presence_penalty") or 0.0,
+            "frequency_penalty": extra.get("frequency_penalty") or 0.0,
+            "top_logprobs": 0,
+        }
+
+    def _usage(self, usage: Usage) -> dict[str, Any]:
+        """Return the counts of tokens. Those of reasoning are counted by its text."""
+        reasoning = self.output.reasoning()
+        num_reasoning = len(self.service.text.encode(reasoning, add_special_tokens=False)) if reasoning else 0
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": num_reasoning},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
