@@ -16,7 +16,7 @@ export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-rest test-lowest lint format bench model chaos fuzz soak compose-test dist gpu-check gpu-sources clean distclean
+.PHONY: help demo test test-all test-rest test-lowest lint format bench model chaos fuzz page-test soak compose-test dist gpu-check gpu-sources clean distclean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,6 +62,14 @@ fuzz: $(VENV)/test.stamp ## Send FUZZ_EXAMPLES drawn requests of each kind to a 
 	@export WIRE_SEED=$${WIRE_SEED:-$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}; echo "WIRE_SEED=$$WIRE_SEED"; \
 		FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest -s \
 		tests/security/test_openapi.py tests/security/test_wire_fuzz.py tests/broker/transports/test_fuzz.py $(ARGS)
+
+page-test: $(VENV)/page.stamp ## The page in a real Chromium over real clusters; writes the screenshots of docs/images.
+	@$(BIN)/python -m tests.page.browser
+	@PAGE_IMAGES=docs/images $(BIN)/python -m pytest -n 0 tests/page $(ARGS)
+
+$(VENV)/page.stamp: $(VENV)/test.stamp
+	@$(PIP) install --quiet 'playwright>=1.49,<2'
+	@touch $@
 
 MINUTES ?= 60
 soak: $(VENV)/tiny-whisper/tokenizer_config.json ## Load clusters for MINUTES, with kills: flat memory, right answers, nothing left?

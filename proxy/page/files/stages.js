@@ -97,7 +97,7 @@ function draw() {
   fill(find("walk-chart"), waterfall(spans, (to) => go(to - shown.index), index));
   fill(
     find("walk-stage"),
-    h("h3", {}, h("i", { class: `swatch ${span.stage}` }), span.stage, h("small", {}, `on ${span.instance}`)),
+    h("h3", {}, h("i", { class: `swatch ${span.stage}` }), `${span.stage} `, h("small", {}, `on ${span.instance}`)),
     h("p", {}, STAGES[span.stage] ?? "A stage that this page does not know."),
     h(
       "p",
