@@ -230,9 +230,10 @@ async def _ping(url: str) -> str:
 
 def check_model(settings: Settings) -> Iterator[Finding]:
     """The model: family, size, files, and whether its weights fit this machine in the topology."""
+    from common.config import EngineConfig
     from common.model_info import hub_folder, is_hub_id
     from launch.cluster.plan import make_plan
-    from launch.cluster.shares import count_parameters, split_memory
+    from launch.cluster.shares import split_memory, weight_bytes
 
     name = settings.model
     try:
@@ -247,7 +248,7 @@ def check_model(settings: Settings) -> Iterator[Finding]:
     except TriptychError as error:
         yield Finding("model", "fail", error.info.message, "docs/reference/errors.md has this message with a remedy")
         return
-    size = sum(count_parameters(plan.info)) / 1e6
+    size = sum(weight_bytes(plan.info, EngineConfig(), 1)) / 1e6
     facts = f"{name}: {plan.info.architecture}, {size:.3g} M parameters in {plan.info.folder}"
     yield Finding("model", "ok", f"{facts}; fits as {plan.topology}")
 

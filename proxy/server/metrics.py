@@ -90,11 +90,17 @@ class ProxyMetrics:
         """Inputs, and keys and values, that have come to their destinations."""
         self.workers = gauge("workers", "Workers in use.", ["role"])
         self.outstanding_work = gauge(
-            "outstanding_work_seconds",
-            "Seconds of work that a role's workers have before them, together.",
+            "outstanding_work_seconds", "Seconds of work that a role's workers have before them, together.", ["role"]
+        )
+        self.load_imbalance = gauge(
+            "load_imbalance",
+            "Outstanding tokens, of encoders items, of a role's busiest worker over their mean.",
             ["role"],
         )
-        # The names that gateways for inference read of a server; here of the whole cell.
+        self._add_gateway_names()
+
+    def _add_gateway_names(self) -> None:
+        """Add what gateways for inference read of a server, under vLLM's names; here of the whole cell."""
         named = partial(Gauge, registry=self.registry)
         self.cell_waiting = named("vllm:num_requests_waiting", "Requests that wait in the cell.", ["model_name"])
         self.cell_running = named("vllm:num_requests_running", "Requests that generate in the cell.", ["model_name"])
@@ -103,11 +109,6 @@ class ProxyMetrics:
             "vllm:cache_config_info",
             "1, with the size of a KV block in tokens and the KV blocks of the cell as labels.",
             ["model_name", "block_size", "num_gpu_blocks"],
-        )
-        self.load_imbalance = gauge(
-            "load_imbalance",
-            "Outstanding tokens, of encoders items, of a role's busiest worker over their mean.",
-            ["role"],
         )
 
 
