@@ -40,7 +40,7 @@ def cluster(service: Service) -> dict[str, Any]:
         "cluster": service.settings.cluster,
         "model": service.model_name,
         "architecture": info.architecture,
-        "media": [info.media_kind] if info.media_kind in ("image", "audio") else [],
+        "media": [kind for kind in info.media_kinds if kind != "text"],
         "chats": info.media_kind != "text" and (service.transcribes or service.text.has_chat_template),
         "transcribes": service.transcribes,
         "max_model_len": service.max_model_len,

@@ -161,7 +161,7 @@ def test_what_the_model_cannot_take_is_struck_out_and_says_why(browser: Browser,
         page.wait_for_selector("#add-audio[aria-disabled=true]")
         assert page.get_attribute("#add-image", "aria-disabled") == "false"
         page.click("#record", force=True)
-        assert "takes pictures, audio needs another" in page.inner_text("#ask-problem")
+        assert "takes pictures and video, audio needs another" in page.inner_text("#ask-problem")
         _give(page, "song.mp3", "audio/mpeg", b"ID3")
         _until(page, "document.getElementById('ask-problem').textContent.startsWith('song.mp3 is not taken')")
         _give(page, "notes.txt", "text/plain", b"words")

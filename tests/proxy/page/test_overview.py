@@ -43,7 +43,12 @@ async def test_the_cluster_has_its_instances_by_role_and_what_they_report(serve)
         body = await _cluster(rig)
         roles = {one["id"]: one["role"] for one in body["instances"]}
         assert roles == {"e0": "encoder", "e1": "encoder", "pd0": "prefill_decode", "proxy": "proxy"}
-        assert (body["model"], body["media"], body["ready"], body["reason"]) == ("signpost", ["image"], True, None)
+        assert (body["model"], body["media"], body["ready"], body["reason"]) == (
+            "signpost",
+            ["image", "video"],
+            True,
+            None,
+        )
         encoder, silent, decoder = (
             next(one for one in body["instances"] if one["id"] == name) for name in ("e0", "e1", "pd0")
         )
