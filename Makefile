@@ -16,7 +16,7 @@ export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-rest test-lowest lint format bench model chaos fuzz page-test soak compose-test dist gpu-check gpu-sources clean distclean
+.PHONY: help demo test test-all test-rest test-lowest lint format bench model chaos fuzz page-test soak ray-test compose-test dist gpu-check gpu-sources clean distclean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,6 +77,9 @@ soak: $(VENV)/tiny-whisper/tokenizer_config.json ## Load clusters for MINUTES, w
 
 $(VENV)/tiny-whisper/tokenizer_config.json: $(VENV)/test.stamp tests/tiny_models.py
 	@$(BIN)/python -m tests.tiny_models $(@D)
+
+ray-test: $(VENV)/test.stamp ## Run on a Ray cluster of three nodes with addresses of their own (needs root for network namespaces).
+	@$(BIN)/python -m pytest -s -n 0 tests/launch/ray $(ARGS)
 
 compose-test: ## Build the images, run clusters in containers, ask them, kill and restart their workers.
 	@python=$$(.ci/find_python "$(PYTHON)") && PYTHON="$$python" tools/compose/test.sh

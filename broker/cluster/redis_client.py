@@ -68,8 +68,13 @@ class _Connection(AbstractConnection):
     """
 
     def _connection_arguments(self) -> dict[str, Any]:
-        """Return the TCP arguments. A silent address must not use up the time of the next (RFC 8305)."""
-        return {**cast(Any, super())._connection_arguments(), "happy_eyeballs_delay": _NEXT_ADDRESS_S}
+        """Return the TCP arguments. A silent address must not use up the time of the next (RFC 8305).
+
+        Loops that are not asyncio's own, such as uvloop, try one address after the other.
+        """
+        given: dict[str, Any] = cast(Any, super())._connection_arguments()
+        own = isinstance(asyncio.get_running_loop(), asyncio.BaseEventLoop)
+        return {**given, "happy_eyeballs_delay": _NEXT_ADDRESS_S} if own else given
 
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         task = asyncio.current_task()

@@ -6,7 +6,7 @@ import atexit
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn, cast
+from typing import Annotated, Literal, NoReturn, cast
 
 import typer
 
@@ -27,6 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+Platform = Literal["here", "ray"]
 Model = Annotated[str | None, typer.Option(help="Hub id, folder, or bundled model.", show_default="signpost")]
 FollowParent = Annotated[bool, typer.Option("--follow-parent", hidden=True)]
 
@@ -67,6 +68,7 @@ def serve(
         str | None, typer.Argument(help="Hub id, folder, or bundled model.", show_default="signpost")
     ] = None,
     start_timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Longest wait until all is ready.")] = 300.0,
+    on: Annotated[Platform, typer.Option(help="Where the workers run: here, or as replicas of Ray Serve.")] = "here",
 ) -> None:
     """Start a whole cluster on this machine: broker, encoders, prefill and decode workers and the OpenAI API.
 
@@ -77,11 +79,18 @@ def serve(
       triptych serve signpost --topology 1e1p1d
       triptych serve Qwen/Qwen2.5-VL-3B-Instruct --device cuda --kv-cache-bytes 8GiB
       triptych serve ./model --broker redis://10.0.0.5:6379 --cluster staging
+      triptych serve signpost --topology 2e1pd --on ray
 
     Ctrl-C stops everything. A worker that dies is reported and started again. `triptych status`, `drain` and `switch`
     look after a cluster that runs.
     """
     settings = load_settings({"model": model, **flags})
+    if on == "ray":
+        try:
+            from launch.ray.serve import serve as run_on_ray
+        except ModuleNotFoundError as error:
+            raise invalid(f"--on ray needs Ray: pip install 'triptych[ray]' ({error})") from error
+        raise typer.Exit(run_on_ray(settings))
     from launch.cli.serve import serve as run
 
     raise typer.Exit(run(settings, start_timeout))

@@ -52,15 +52,22 @@ class Plan:
 
     def instances(self, broker_url: str, logs: Path) -> list[Instance]:
         """Return all instances with their command lines; logs go to `<logs>/<instance id>.log`."""
+        memory = self._memory()
+        instances: list[tuple[str, Role]] = [*self.topology.workers(), (PROXY_ID, "proxy")]
+        return [self._instance(name, role, broker_url, logs, memory.get(role, {})) for name, role in instances]
+
+    def worker(self, instance_id: str, role: Role, broker_url: str, logs: Path, port: int) -> Instance:
+        """Return one worker, with the share of this host that a worker of its role has where all run here."""
+        return self._instance(instance_id, role, broker_url, logs, self._memory().get(role, {}), port)
+
+    def _memory(self) -> Mapping[Role, Mapping[str, float | int]]:
         settings, engine = self.settings, self.settings.engine
         if runs_on_gpu(engine):  # the transports take memory of it, too
             from services.process.addresses import resolve_host
             from services.process.gpu_reserve import engine_on_gpu
 
             engine = engine_on_gpu(settings, resolve_host(settings.host))
-        memory = split_memory(engine, self.topology, self.info, encoder_fallback=settings.encoder_fallback)
-        instances: list[tuple[str, Role]] = [*self.topology.workers(), (PROXY_ID, "proxy")]
-        return [self._instance(name, role, broker_url, logs, memory.get(role, {})) for name, role in instances]
+        return split_memory(engine, self.topology, self.info, encoder_fallback=settings.encoder_fallback)
 
     def threads(self) -> dict[Role, int]:
         """Return the CPU threads of an instance of each role."""
@@ -69,7 +76,13 @@ class Plan:
         return {**{role: given or count for role, count in shared.items()}, "proxy": 1}
 
     def _instance(
-        self, instance_id: str, role: Role, broker_url: str, logs: Path, memory: Mapping[str, float | int]
+        self,
+        instance_id: str,
+        role: Role,
+        broker_url: str,
+        logs: Path,
+        memory: Mapping[str, float | int],
+        port: int = 0,
     ) -> Instance:
         worker, threads = role != "proxy", self.threads()[role]
         engine = self.settings.engine
@@ -80,7 +93,7 @@ class Plan:
                 "broker": broker_url,
                 "instance_id": instance_id,
                 "engine": engine,
-                "port": 0 if worker else self.settings.port,
+                "port": port if worker else self.settings.port,
                 "topology": str(self.topology),
             }
         )

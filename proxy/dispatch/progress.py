@@ -142,6 +142,7 @@ class Deadlines:
     wake: Callable[[], None]
     _pending: dict[Hashable, tuple[float, Action]] = field(default_factory=dict)
     _timer: asyncio.TimerHandle | None = None
+    _timer_due_s: float = 0.0
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._pending
@@ -149,11 +150,8 @@ class Deadlines:
     def set(self, key: Hashable, due_s: float, action: Action) -> None:
         """Run `action` at `due_s`, in place of any earlier deadline of `key`."""
         self._pending[key] = due_s, action
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_at(due_s, self.wake)
-        elif due_s < self._timer.when():
-            self._timer.cancel()
-            self._timer = asyncio.get_running_loop().call_at(due_s, self.wake)
+        if self._timer is None or due_s < self._timer_due_s:  # not `when()`: uvloop's handles may lack it
+            self._wake_at(due_s)
 
     def clear(self, key: Hashable) -> None:
         """Forget the deadline of `key`, if any."""
@@ -169,8 +167,11 @@ class Deadlines:
         finally:
             self.stop()
             if self._pending:
-                due_s = min(due_s for due_s, _ in self._pending.values())
-                self._timer = asyncio.get_running_loop().call_at(due_s, self.wake)
+                self._wake_at(min(due_s for due_s, _ in self._pending.values()))
+
+    def _wake_at(self, due_s: float) -> None:
+        self.stop()
+        self._timer, self._timer_due_s = asyncio.get_running_loop().call_at(due_s, self.wake), due_s
 
     def stop(self) -> None:
         """Wake the job no more."""

@@ -1,0 +1,187 @@
+"""A cluster of ours on three Ray nodes with addresses of their own: same answers, a node lost, encoders that come and
+go with the load, two applications side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+import ray
+from PIL import Image
+from ray import serve
+
+from common.sampling_params import SamplingParams
+from engine.llm import LLM
+from launch.ray.app import Arguments, Scaling, app
+from tests.chaos.asks import picture_asks, salted
+from tests.eventually import eventually
+from tests.launch.ray import raylets
+from tests.services.cluster import sign
+from tools.soak.asking import Reply, send
+from tools.soak.asks import Ask
+
+REASON = raylets.missing()
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(REASON), reason=REASON or "-"),
+]
+PORT = 8478
+IN_FLIGHT = 6
+ON_HEAD: dict[str, Any] = {"resources": {"head": 0.01}}
+"""Proxy and broker stay where no node is lost."""
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[raylets.Raylets]:
+    folder = tmp_path_factory.mktemp("ray")
+    with raylets.raylets(folder) as running:
+        os.environ.update(raylets.ENVIRONMENT)
+        asyncio.run(_connect(running))
+        raylets.wait_for_nodes(3)
+        serve.start(http_options={"host": "127.0.0.1", "port": PORT})
+        yield running
+        serve.shutdown()
+        ray.shutdown()
+
+
+async def _connect(running: raylets.Raylets) -> None:
+    async def connected() -> bool:
+        try:
+            await asyncio.to_thread(ray.init, address=running.address, log_to_driver=False, namespace="serve")
+        except (ConnectionError, RuntimeError, ValueError):
+            return False
+        return True
+
+    await eventually(connected, raylets.START_S)
+
+
+@contextmanager
+def deployed(name: str, prefix: str, **arguments: Any) -> Iterator[httpx.Client]:
+    """Run an application for the length of the block, with a client of it; ready first."""
+    resources = {"proxy": {**ON_HEAD, "num_cpus": 0.1}, "broker": ON_HEAD, **arguments.pop("resources", {})}
+    made = app(Arguments(cluster=name, resources=resources, settings={"engine": {"num_threads": 1}}, **arguments))
+    serve.run(made, name=name, route_prefix=prefix)
+    url = f"http://127.0.0.1:{PORT}{prefix}"
+    try:
+        with httpx.Client(base_url=url, timeout=120.0, trust_env=False) as client:
+
+            async def ready() -> bool:
+                return (await asyncio.to_thread(client.get, "/ready")).is_success
+
+            asyncio.run(eventually(ready, 120.0))
+            yield client
+    finally:
+        serve.delete(name)
+
+
+def replicas(name: str, role: str) -> int:
+    """How many replicas of a deployment run."""
+    deployment = serve.status().applications[name].deployments[role]
+    return sum(count for state, count in deployment.replica_states.items() if str(state) in ("RUNNING",))
+
+
+def test_two_applications_answer_with_the_tokens_of_llm(nodes: raylets.Raylets) -> None:
+    prompts = ["one thousand two hundred four", "de: 1204", "siebzehn"]
+    expected = [output.outputs[0].text for output in LLM("numerals").generate(prompts)]
+    with deployed("signs", "/", model="signpost", topology="1e1p1d") as signs:
+        with deployed("numbers", "/numbers", model="numerals", topology="1e1p1d") as numbers:
+            body = {"model": "numerals", "prompt": prompts, "max_tokens": 40, "temperature": 0}
+            choices = numbers.post("/v1/completions", json=body).raise_for_status().json()["choices"]
+            assert [choice["text"] for choice in choices] == expected
+        picture = sign("red")
+        url = "data:image/png;base64," + base64.b64encode(picture).decode()
+        body = {"model": "signpost", "max_tokens": 8, "temperature": 0}
+        body["messages"] = _question({"type": "image_url", "image_url": {"url": url}})
+        choice = signs.post("/v1/chat/completions", json=body).raise_for_status().json()["choices"][0]
+        params = SamplingParams(max_tokens=8, temperature=0)
+        image = Image.open(io.BytesIO(picture))
+        (output,) = LLM("signpost").chat(_question({"type": "image", "image": image}), params)
+        assert choice["message"]["content"] == output.outputs[0].text
+
+
+def test_a_lost_node_costs_no_answer(nodes: raylets.Raylets) -> None:
+    """A raylet with all its workers is killed under load; replicas come up elsewhere."""
+    with deployed("lossy", "/", model="signpost", topology="2e2pd") as client:
+        asks = picture_asks("signpost", IN_FLIGHT)
+        expected = {ask.name: reply for ask, reply in zip(asks, asyncio.run(_send_all(client, asks)), strict=True)}
+        got = asyncio.run(_under_loss(client, asks, nodes))
+        for ask, reply in got:
+            assert reply.ending in ("whole", "refused"), f"{ask.name}: {reply.ending} {reply.error}"
+            assert reply.begins(expected[ask.name]), ask.name
+        assert all(reply.ending == "whole" for _, reply in got[-IN_FLIGHT:])
+        print(f"{len(got)} answers, {sum(reply.ending == 'refused' for _, reply in got)} refused")
+    nodes.start("right", f"--address={nodes.address}", "--num-cpus=4")
+    raylets.wait_for_nodes(3)
+
+
+def test_encoders_come_with_a_burst_of_pictures_and_go_with_the_quiet(nodes: raylets.Raylets) -> None:
+    scaling = Scaling(max_replicas=3, target_seconds=0.2, upscale_delay_s=0.0, downscale_delay_s=10.0)
+    with deployed("bursts", "/", model="signpost", topology="1e1pd", scaling={"e": scaling}) as client:
+        assert replicas("bursts", "encoder") == 1
+        assert asyncio.run(_burst(client)) > 1
+
+        asyncio.run(eventually(lambda: replicas("bursts", "encoder") == 1, 120.0))
+
+
+async def _burst(client: httpx.Client) -> int:
+    """Ask about fresh pictures until a second encoder runs; return how many there were then."""
+    asks = [ask for ask in picture_asks("signpost", 12) if ask.name != "question 1"]
+    over, salts = asyncio.Event(), itertools.count()
+
+    async def keep_asking(http: httpx.AsyncClient) -> None:
+        while not over.is_set():
+            reply = await send(http, salted(asks[next(salts) % len(asks)], f"burst {next(salts)}"))
+            assert reply.ending in ("whole", "refused"), reply.error
+
+    async def grown() -> bool:
+        return await asyncio.to_thread(replicas, "bursts", "encoder") > 1
+
+    async with httpx.AsyncClient(base_url=str(client.base_url), timeout=120.0, trust_env=False) as http:
+        asking = asyncio.gather(*(keep_asking(http) for _ in range(12)))
+        try:
+            await eventually(grown, 180.0)
+            return await asyncio.to_thread(replicas, "bursts", "encoder")
+        finally:
+            over.set()
+            await asking
+
+
+async def _under_loss(client: httpx.Client, asks: list[Ask], nodes: raylets.Raylets) -> list[tuple[Ask, Reply]]:
+    got, over, salts = list[tuple[Ask, Reply]](), asyncio.Event(), itertools.count()
+    async with httpx.AsyncClient(base_url=str(client.base_url), timeout=120.0, trust_env=False) as http:
+
+        async def keep_asking(slot: int) -> None:
+            for turn in itertools.count():
+                last = over.is_set()
+                ask = asks[(slot + turn) % len(asks)]
+                got.append((ask, await send(http, salted(ask, f"loss {next(salts)}"))))
+                if last:
+                    return
+
+        asking = asyncio.gather(*(keep_asking(slot) for slot in range(IN_FLIGHT)))
+        await eventually(lambda: len(got) >= IN_FLIGHT, 60.0)
+        await asyncio.to_thread(nodes.kill, "right")
+        await eventually(lambda: replicas("lossy", "encoder") < 2 or replicas("lossy", "prefill_decode") < 2, 90.0)
+        await eventually(lambda: replicas("lossy", "encoder") == replicas("lossy", "prefill_decode") == 2, 120.0)
+        over.set()
+        await asking
+    return got
+
+
+async def _send_all(client: httpx.Client, asks: list[Ask]) -> list[Reply]:
+    async with httpx.AsyncClient(base_url=str(client.base_url), timeout=120.0, trust_env=False) as http:
+        return list(await asyncio.gather(*(send(http, ask) for ask in asks)))
+
+
+def _question(picture: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [picture, {"type": "text", "text": "What colour is the sign?"}]}]
