@@ -63,11 +63,12 @@ class Members:
         except RedisError as error:
             raise TriptychError("unavailable", f"the broker does not answer: {error}") from error
 
-    async def find(self, instance_id: str) -> InstanceRecord:
-        """Return a worker's record. Raises TriptychError("invalid_request") with the known ids."""
-        workers = {name: record for name, record in (await self.records()).items() if record.role != "proxy"}
-        if instance_id in workers:
-            return workers[instance_id]
+    async def find(self, instance_id: str, *, or_proxy: bool = False) -> InstanceRecord:
+        """Return the record of a worker, or of a proxy. Raises TriptychError("invalid_request") with the known ids."""
+        records = await self.records()
+        workers = {name: record for name, record in records.items() if record.role != "proxy"}
+        if instance_id in (records if or_proxy else workers):
+            return records[instance_id]
         known = f"it has {', '.join(sorted(workers))}" if workers else "it has none"
         message = f"there is no worker {instance_id!r} in cluster {self._cluster!r} now: {known}"
         raise invalid(message, "id")
@@ -78,11 +79,10 @@ class Members:
         Raises TriptychError: no such worker, it refuses, it still has requests after `timeout_s` seconds, or it has
         died instead, and another process has taken its place.
         """
-        proxy = (await self.records()).get(instance_id)
-        if proxy is not None and proxy.role == "proxy":
-            await self._drain_proxy(proxy, timeout_s, tell)
+        record = await self.find(instance_id, or_proxy=True)
+        if record.role == "proxy":
+            await self._drain_proxy(record, timeout_s, tell)
             return
-        record = await self.find(instance_id)
         await self._post(record, "drain")
         await self._watch(record, timeout_s, tell, self._has_left)
         tell(f"{instance_id} has left")

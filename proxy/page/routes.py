@@ -14,11 +14,11 @@ from proxy.service import Service
 def add_page(router: APIRouter, service: Service) -> None:
     files = assets.read_files()
 
-    @router.get("/")
+    @router.get("/", include_in_schema=False)
     async def _page() -> Response:
         return assets.find(files, "index.html")
 
-    @router.get("/page/{name}")
+    @router.get("/page/{name}", include_in_schema=False)
     async def _file(name: str) -> Response:
         return assets.find(files, name)
 

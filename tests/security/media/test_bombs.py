@@ -130,10 +130,9 @@ async def test_a_header_that_claims_more_than_there_is(recordings):
 
 async def test_what_the_first_bytes_tell_is_refused_by_the_proxy(serve):
     """Formats that nobody decodes here, and one kind in another's clothes: encoders never see them."""
-    tiff = bombs.encoded(Image.new("RGB", (4, 4)), "TIFF")
     icon = bombs.encoded(Image.new("RGB", (16, 16)), "ICO")
     async with serve() as rig:
-        for data in (tiff, icon, speech(0.1), b"%PDF-1.7", b"<svg/>", b"GIF", b"\0" * 100):
+        for data in (icon, speech(0.1), b"%PDF-1.7", b"<svg/>", b"GIF", b"\0" * 100):
             with pytest.raises(openai.BadRequestError, match="should be a picture"):
                 await rig.chat([image_part(data)])
         await rig.chat([{"type": "image_url", "image_url": {"url": data_url(picture(), "image/jpeg")}}])
