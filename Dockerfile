@@ -87,7 +87,9 @@ FROM ${COMPILER_IMAGE} AS kernels
 WORKDIR /src
 COPY engine engine
 COPY tools/compose tools/compose
-RUN mkdir /kernels && XDG_CACHE_HOME=/kernels python3 -m tools.compose.kernels
+RUN mkdir /kernels && XDG_CACHE_HOME=/kernels python3 -m tools.compose.kernels && \
+    { XDG_CACHE_HOME=/kernels python3 -c "from engine.native.build import *; print(compiled_kernels(QUANTISED))" \
+        || echo "without kernels for quantised weights"; }
 
 # --- the images ---
 

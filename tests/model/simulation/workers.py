@@ -31,6 +31,7 @@ from services.process.metrics import WorkerMetrics
 from services.process.request_owners import RequestOwners
 from services.roles.factory import make_role
 from services.worker_context import WorkerContext
+from services.process.work import WorkMeter
 from services.worker_process import WorkerProcess
 from tests.model.simulation.network import (
     Letter,
@@ -101,7 +102,7 @@ class SimulatedWorker(WorkerProcess):
     def __init__(self, network: Network, instance_id: str, role: Role, settings: Settings, epoch: int) -> None:
         self.network, self.instance_id, self.epoch = network, instance_id, epoch
         self.alive = True
-        self._proxies = RequestOwners()
+        self._proxies, self._work = RequestOwners(), WorkMeter()
         self._drain = DrainState(lambda: len(self._proxies), settings.request_timeout_s)
         registry = cast(Any, SimulatedRegistry(network))
         self._membership = Membership(registry, self._proxies, self._drain, dict)
