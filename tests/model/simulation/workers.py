@@ -29,9 +29,9 @@ from services.process.engine_thread import EngineThread
 from services.process.handoff_trace import HandoffTrace
 from services.process.metrics import WorkerMetrics
 from services.process.request_owners import RequestOwners
+from services.process.work import WorkMeter
 from services.roles.factory import make_role
 from services.worker_context import WorkerContext
-from services.process.work import WorkMeter
 from services.worker_process import WorkerProcess
 from tests.model.simulation.network import (
     Letter,
