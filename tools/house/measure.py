@@ -32,7 +32,7 @@ LIMITS: Final[Mapping[str, float]] = {
     "docstrings that begin with a relative": 0,
     "README lines": 120,
     "longest function": 70,
-    "files of a request": 102,
+    "files of a request": 104,
     "functions of a request": 520,
 }
 """Ratchets: a limit falls with its figure, and rises only by a budget that was agreed before."""
