@@ -79,7 +79,7 @@ $(VENV)/tiny-whisper/tokenizer_config.json: $(VENV)/test.stamp tests/tiny_models
 	@$(BIN)/python -m tests.tiny_models $(@D)
 
 ray-test: $(VENV)/test.stamp ## Run on a Ray cluster of three nodes with addresses of their own (needs root for network namespaces).
-	@$(BIN)/python -m pytest -s -n 0 tests/launch/ray $(ARGS)
+	@RAY_CLUSTER=1 $(BIN)/python -m pytest -s -n 0 tests/launch/ray $(ARGS)
 
 compose-test: ## Build the images, run clusters in containers, ask them, kill and restart their workers.
 	@python=$$(.ci/find_python "$(PYTHON)") && PYTHON="$$python" tools/compose/test.sh

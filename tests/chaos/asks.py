@@ -16,7 +16,7 @@ import soundfile
 from launch.demo.scenes import COLOURS
 from tests.equality.media import sound, wav
 from tests.services.cluster import sign
-from tools.soak.asks import Ask, draw_picture
+from tools.soak.asks import WITHOUT_RULES, Ask, draw_picture
 
 QUESTIONS = ("What does the sign say?", "What colour is the sign?", "What shape is the sign?", "Count the circles.")
 TEXTS = ("Which colours do you know?", "What do signs say?", "Tell me about red signs and blue signs.")
@@ -68,7 +68,7 @@ def speech_asks(model: str, count: int) -> list[Ask]:
     for number in range(count):
         body: dict[str, Any] = {"model": model, "language": ("en", "de", "fr")[number % 3]}
         stream = number % 3 != 0
-        body |= {"return_token_ids": True, "max_completion_tokens": (20, 60, 120)[number % 3]}
+        body |= {"return_token_ids": True, "max_completion_tokens": (20, 60, 120)[number % 3], **WITHOUT_RULES}
         if number % 2:
             body |= {"temperature": 1.0, "top_k": 8, "seed": 100 + number}
         elif number % 4 == 0 and not stream:

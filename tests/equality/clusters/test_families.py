@@ -13,6 +13,7 @@ from tests.equality.cases import MAX_TOKENS, Case, FolderOf, timed_speech_cases
 from tests.equality.references import Reference
 from tests.equality.runs import answer_all, expected_of, kv_bytes
 from tests.equality.served import Answer, Served, serve
+from tools.soak.asks import WITHOUT_RULES
 
 pytestmark = pytest.mark.cluster
 FAMILIES = ("llama", "qwen2", pytest.param("qwen2_5_vl", marks=pytest.mark.smoke), "whisper")
@@ -77,7 +78,12 @@ async def test_timestamps_of_transcripts_equal_transformers(served: Served) -> N
     answers = await served.answer_all(cases, MAX_TOKENS["whisper"])
     assert [answer.token_ids for answer in answers] == expected_of(cases)
     prompt = served.text.decode(cases[0].prompt, skip_special_tokens=False)
-    extra = {"decoder_prompt": prompt, "max_completion_tokens": MAX_TOKENS["whisper"], "return_token_ids": True}
+    extra = {
+        "decoder_prompt": prompt,
+        "max_completion_tokens": MAX_TOKENS["whisper"],
+        "return_token_ids": True,
+        **WITHOUT_RULES,
+    }
     async with served.client() as client:
         create: Any = client.audio.transcriptions.create
         result = await create(model=served.info.name, file=cases[0].http["file"], extra_body=extra)
