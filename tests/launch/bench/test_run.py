@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,20 +24,6 @@ from launch.demo.samples import FILES
 from tests.launch.cli.fake_api import FakeApi
 
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[FakeApi]:
-    with FakeApi() as server:
-        yield server
-
-
-@pytest.fixture
-def api(server: FakeApi) -> FakeApi:
-    server.bodies.clear()
-    server.uploads.clear()
-    server.most_in_flight = 0
-    return server
 
 
 def options(api: FakeApi, **more: object) -> ClientOptions:

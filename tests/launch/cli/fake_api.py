@@ -31,6 +31,13 @@ class FakeApi:
         self._server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=0))
         self._thread = threading.Thread(target=self._server.run, daemon=True)
 
+    def forget(self) -> None:
+        """Forget what was sent, how many were in flight, and that one hung."""
+        self.bodies.clear()
+        self.uploads.clear()
+        self.most_in_flight = 0
+        self.hanging.clear()
+
     def __enter__(self) -> FakeApi:
         self._thread.start()
         for _ in range(500):

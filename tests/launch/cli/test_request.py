@@ -6,7 +6,6 @@ import base64
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,20 +16,6 @@ from launch.cli.answers import latency_table, summary
 from launch.cli.client import ClientOptions, ClientRequest, ClientResult, client_options
 from launch.cli.request import load_media, make_jobs, run_requests
 from tests.launch.cli.fake_api import FakeApi
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[FakeApi]:
-    with FakeApi() as server:
-        yield server
-
-
-@pytest.fixture
-def api(server: FakeApi) -> FakeApi:
-    server.bodies.clear()
-    server.uploads.clear()
-    server.most_in_flight = 0
-    return server
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,19 +19,6 @@ from launch.terminal.chat import Chat
 from tests.launch.cli.fake_api import FakeApi
 
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[FakeApi]:
-    with FakeApi() as server:
-        yield server
-
-
-@pytest.fixture
-def api(server: FakeApi) -> FakeApi:
-    server.bodies.clear()
-    server.hanging.clear()
-    return server
 
 
 def talk(api: FakeApi, *lines: str, system: str = "") -> tuple[int, str]:
