@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ray.serve import Application
 
 HEALTH_PERIOD_S = 5.0
-START_TIMEOUT_S = 600.0
-"""Longest time for the first health check of a replica: a worker loads its model first."""
 
 
 class Scaling(BaseModel):

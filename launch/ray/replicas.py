@@ -81,14 +81,11 @@ class WorkerReplica:
         # Fractions of a GPU are Ray's to give; cores and memory of a host are shared as if all workers were here.
         shared = Topology(**{role: 1}) if runs_on_gpu(self._settings.engine) else parse_topology(topology)
         name = f"{LETTERS[role]}-{serve.get_replica_context().replica_id.unique_id}"
-        broker_url = str(self._settings.broker)
-        instance = Plan(self._settings, info, shared).worker(name, role, broker_url, self._logs, port)
+        plan = Plan(self._settings, info, shared)
+        instance = plan.worker(name, role, str(self._settings.broker), self._logs, port)
         token = cluster_token(self._settings)
         headers = {"Authorization": bearer(token)} if token else {}
-        place = f"[{host}]" if ":" in host else host
-        self._http = httpx.AsyncClient(
-            base_url=f"http://{place}:{port}", headers=headers, timeout=_ANSWER_S, trust_env=False
-        )
+        self._http = httpx.AsyncClient(base_url=plan.base_url, headers=headers, timeout=_ANSWER_S, trust_env=False)
         self._child = await Child.start(instance.command)
         while not await self._answers("/ready"):
             self._check_running()
