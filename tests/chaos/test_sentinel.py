@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +12,9 @@ import pytest
 from common.config import EngineConfig, Settings
 from launch.cluster.local_cluster import LocalCluster
 from tests.broker.sentinels import Group, sentinel_group
-from tests.chaos.asks import picture_asks, salted
+from tests.chaos.asks import picture_asks
 from tests.chaos.harness import ANSWER_TIMEOUT_S, START_TIMEOUT_S
+from tests.chaos.load import keep_asking
 from tests.eventually import eventually
 from tools.soak.asking import Reply, send
 from tools.soak.asks import Ask
@@ -49,17 +49,8 @@ async def test_a_failover_under_load_loses_no_stream_and_changes_no_answer(
         replies = await asyncio.gather(*(send(http, ask) for ask in asks))
         assert [reply.ending for reply in replies] == ["whole"] * len(asks)
         expected = {ask.name: reply for ask, reply in zip(asks, replies, strict=True)}
-        got, over, salts = list[tuple[Ask, Reply]](), asyncio.Event(), itertools.count()
-
-        async def keep_asking(slot: int) -> None:
-            for turn in itertools.count():
-                last = over.is_set()
-                ask = asks[(slot + turn * IN_FLIGHT) % len(asks)]
-                got.append((ask, await send(http, salted(ask, f"salt {next(salts)}"))))
-                if last:
-                    return
-
-        asking = asyncio.gather(*(keep_asking(slot) for slot in range(IN_FLIGHT)))
+        got, over = list[tuple[Ask, Reply]](), asyncio.Event()
+        asking = asyncio.ensure_future(keep_asking(http, asks, IN_FLIGHT, over, got))
         await eventually(lambda: len(got) >= IN_FLIGHT, 60.0)
         killed = await asyncio.to_thread(group.kill_leader)
         await eventually(lambda: group.leader not in (0, killed), 60.0)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +20,8 @@ from ray import serve
 from common.sampling_params import SamplingParams
 from engine.llm import LLM
 from launch.ray.app import Arguments, Scaling, app
-from tests.chaos.asks import picture_asks, salted
+from tests.chaos.asks import picture_asks
+from tests.chaos.load import keep_asking
 from tests.eventually import eventually
 from tests.launch.ray import raylets
 from tests.services.cluster import sign
@@ -136,39 +136,26 @@ def test_encoders_come_with_a_burst_of_pictures_and_go_with_the_quiet(nodes: ray
 async def _burst(client: httpx.Client) -> int:
     """Ask about fresh pictures until a second encoder runs; return how many there were then."""
     asks = [ask for ask in picture_asks("signpost", 12) if ask.name != "question 1"]
-    over, salts = asyncio.Event(), itertools.count()
-
-    async def keep_asking(http: httpx.AsyncClient) -> None:
-        while not over.is_set():
-            reply = await send(http, salted(asks[next(salts) % len(asks)], f"burst {next(salts)}"))
-            assert reply.ending in ("whole", "refused"), reply.error
+    got, over = list[tuple[Ask, Reply]](), asyncio.Event()
 
     async def grown() -> bool:
         return await asyncio.to_thread(replicas, "bursts", "encoder") > 1
 
     async with httpx.AsyncClient(base_url=str(client.base_url), timeout=120.0, trust_env=False) as http:
-        asking = asyncio.gather(*(keep_asking(http) for _ in range(12)))
+        asking = asyncio.ensure_future(keep_asking(http, asks, 12, over, got))
         try:
             await eventually(grown, 180.0)
             return await asyncio.to_thread(replicas, "bursts", "encoder")
         finally:
             over.set()
             await asking
+            assert {reply.ending for _, reply in got} <= {"whole", "refused"}, [reply.error for _, reply in got]
 
 
 async def _under_loss(client: httpx.Client, asks: list[Ask], nodes: raylets.Raylets) -> list[tuple[Ask, Reply]]:
-    got, over, salts = list[tuple[Ask, Reply]](), asyncio.Event(), itertools.count()
+    got, over = list[tuple[Ask, Reply]](), asyncio.Event()
     async with httpx.AsyncClient(base_url=str(client.base_url), timeout=120.0, trust_env=False) as http:
-
-        async def keep_asking(slot: int) -> None:
-            for turn in itertools.count():
-                last = over.is_set()
-                ask = asks[(slot + turn) % len(asks)]
-                got.append((ask, await send(http, salted(ask, f"loss {next(salts)}"))))
-                if last:
-                    return
-
-        asking = asyncio.gather(*(keep_asking(slot) for slot in range(IN_FLIGHT)))
+        asking = asyncio.ensure_future(keep_asking(http, asks, IN_FLIGHT, over, got))
         await eventually(lambda: len(got) >= IN_FLIGHT, 60.0)
         await asyncio.to_thread(nodes.kill, "right")
         await eventually(lambda: replicas("lossy", "encoder") < 2 or replicas("lossy", "prefill_decode") < 2, 90.0)
