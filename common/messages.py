@@ -417,6 +417,11 @@ class InstanceRecord(msgspec.Struct, frozen=True):
     key_id: str = ""
     figures: dict[str, Finite] = {}
 
+    @property
+    def base_url(self) -> str:
+        """URL of the HTTP server; a proxy's entry has its address without a scheme."""
+        return self.http_address if "://" in self.http_address else f"http://{self.http_address}"
+
 
 ToWorker: TypeAlias = Generate | Encode | StopSequence | Abort | Inquiry | Heartbeat
 FromWorker: TypeAlias = Tokens | Encoded | Prefilled | InputNeeded | Failed

@@ -118,8 +118,7 @@ class Members:
     async def _post(
         self, record: InstanceRecord, path: str, body: dict[str, str] | None = None, *, wait_s: float = 0.0
     ) -> httpx.Response:
-        host = record.http_address.rpartition("://")[2]  # of a proxy without the scheme
-        url = f"http://{host}/{path}"
+        url = f"{record.base_url}/{path}"
         try:
             response = await self._http.post(url, json=body, timeout=_HTTP_TIMEOUT_S + wait_s)
         except httpx.HTTPError as error:
@@ -156,7 +155,7 @@ class Members:
 
     async def _answers(self, record: InstanceRecord) -> bool:
         try:
-            await self._http.get(f"{record.http_address}/health")
+            await self._http.get(f"{record.base_url}/health")
         except httpx.HTTPError:
             return False
         return True

@@ -109,8 +109,7 @@ def _note_addresses(instance: Instance, record: InstanceRecord | None) -> None:
     instance.epoch = record.epoch
     instance.requests_address, instance.tensor_address = record.requests_address, record.tensor_address
     if instance.role != "proxy":  # the proxy's was given
-        address = record.http_address
-        instance.http_address = address if "://" in address else f"http://{address}"
+        instance.http_address = record.base_url
 
 
 async def check_broker(broker_url: str, plan: Plan) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import httpx
 from prometheus_client import CollectorRegistry, generate_latest
@@ -71,8 +72,7 @@ class ClusterMetrics:
     async def _ask(self, client: httpx.AsyncClient, record: InstanceRecord) -> str:
         """Return an instance's metrics. Raises httpx.HTTPError or ValueError for no answer, or a wrong one."""
         kind = "proxy" if record.role == "proxy" else "worker"
-        url = f"http://{address(record)}/metrics"
-        async with client.stream("GET", url, headers=dict(self._headers[kind])) as response:
+        async with client.stream("GET", f"{record.base_url}/metrics", headers=dict(self._headers[kind])) as response:
             response.raise_for_status()
             content = bytearray()
             async for chunk in response.aiter_bytes():
@@ -82,15 +82,13 @@ class ClusterMetrics:
         return content.decode()
 
 
-def address(record: InstanceRecord) -> str:
-    """Return host:port of an instance's HTTP server."""
-    return record.http_address.rpartition("://")[2]
-
-
 def targets(service: Service) -> list[dict[str, Any]]:
     """Return all instances as Prometheus' HTTP service discovery expects them (`http_sd_config`)."""
     return [
-        {"targets": [address(record)], "labels": {"instance": name, "role": record.role, "model": record.model}}
+        {
+            "targets": [urlsplit(record.base_url).netloc],
+            "labels": {"instance": name, "role": record.role, "model": record.model},
+        }
         for name, record in sorted(service.pool.seen.items())
     ]
 
