@@ -49,7 +49,7 @@ async def responses(service: Service, context: RequestContext) -> AsyncGenerator
                 yield response.sse({"type": "response.failed", "response": response.value()})
                 raise
             value = response.value()
-    if body.store is not False:
+    if response.is_kept:
         items = response.output.messages()
         service.responses.put(value, messages + (messages_of(items) if items else []))
     if not body.stream:
@@ -93,6 +93,11 @@ class _Response:
             yield from self.output.end(self.status)
 
     @property
+    def is_kept(self) -> bool:
+        """Whether later requests may refer to the response, once it is whole."""
+        return self.body.store is not False and bool(self.service.responses.limit_bytes)
+
+    @property
     def status(self) -> str:
         if self.error is not None:
             return "failed"
@@ -122,7 +127,7 @@ class _Response:
                 "effort": None if reasoning is None else reasoning.effort,
                 "summary": None if reasoning is None else reasoning.summary,
             },
-            "store": body.store is not False and bool(self.service.responses.limit_bytes),
+            "store": self.is_kept,
             **self._sampling(extra),
             "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": body.tool_choice or "auto",
