@@ -133,7 +133,7 @@ async def test_what_cannot_be_is_refused_with_the_reason(serving: Serving) -> No
         with pytest.raises(TriptychError, match=r"no worker 'pd7' in cluster 'triptych' now: it has e0, e1, e2$"):
             await cluster.drain("pd7", 1, print)
         with pytest.raises(TriptychError, match="no worker 'proxy'"):
-            await cluster.drain("proxy", 1, print)
+            await cluster.switch("proxy", "decode", 1, print)
         with pytest.raises(TriptychError, match="e1 has the role encoder already"):
             await cluster.switch("e1", "encoder", 1, print)
     stranger = reach(Settings()).model_copy(update={"cluster_key": SecretStr("ab" * 32)})
