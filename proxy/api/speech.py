@@ -21,7 +21,8 @@ from proxy.api.merge import Merge
 from proxy.api.segments import Segment, split_at_timestamps
 from proxy.dispatch.jobs import Job, MediaItem, make_slots, part_id
 from proxy.dispatch.text_stream import Delta, Finish, TextStream, Usage
-from proxy.media.audio import Window, shared
+from proxy.media.audio import Window
+from proxy.media.helper_process import shared
 from proxy.media.voice import VoiceOptions
 from proxy.server.limits import RequestTickets, Ticket
 from proxy.server.request_context import RequestContext

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import os
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,12 +20,11 @@ import numpy as np
 import numpy.typing as npt
 import soundfile
 
-from broker.cluster.lifetime import die_with_parent
 from common.errors import TriptychError
 from common.media import containers
 from common.messages import MAX_CHANNELS, SAMPLING_RATES
-from common.process import malloc
 from common.process.child_pool import ChildPool
+from proxy.media.helper_process import initialize, naming
 from proxy.media.voice import VoiceOptions, regions
 
 MAX_AUDIO_S: Final = 2 * 3600.0
@@ -96,33 +94,6 @@ class AudioWindows(ChildPool):
         """Run `cut`; also raises as `run` does, naming `param`."""
         with naming(param):
             return await self.run(param, cut, path, window, param)
-
-
-@contextmanager
-def naming(param: str) -> Iterator[None]:
-    """Name the field of the request in errors without a field."""
-    try:
-        yield
-    except TriptychError as error:
-        raise TriptychError(error.info.code, error.info.message, error.info.param or param) from error
-
-
-@contextmanager
-def shared(data: bytes) -> Iterator[str]:
-    """Yield a path under which helpers read `data` within the block, without a file on disk."""
-    descriptor = os.memfd_create("recording")
-    with open(descriptor, "wb", buffering=0) as file:
-        view = memoryview(data)
-        while view:
-            view = view[file.write(view) or 0 :]
-        yield f"/proc/{os.getpid()}/fd/{descriptor}"
-
-
-def initialize(parent_pid: int) -> None:
-    """Prepare a helper process: end with the parent, ignore the terminal's Ctrl-C, return large blocks of memory."""
-    malloc.map_large_blocks()
-    die_with_parent(parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def split(path: str, window_s: float, param: str, voice: VoiceOptions | None = None) -> Division:

@@ -11,7 +11,7 @@ from common.media.video_rules import VideoRules, read_rules
 from common.media.videos import MAX_PIECES_BYTES, VideoLimits, cut
 from common.model_info import ModelInfo
 from common.process.child_pool import ChildPool
-from proxy.media.audio import initialize, naming, shared
+from proxy.media.helper_process import initialize, naming, shared
 
 TIMEOUT_S: Final = 60.0
 """The packets of the longest video are read in a fraction of this."""

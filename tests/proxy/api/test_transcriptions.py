@@ -15,7 +15,7 @@ from common.messages import Encode, Generate
 from common.text import whisper_prompt
 from common.text.processor import TextProcessor
 from proxy.media import audio
-from proxy.media.audio import shared
+from proxy.media.helper_process import shared
 from tests.proxy.sample_media import audio_part, speech
 
 

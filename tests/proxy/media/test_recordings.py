@@ -9,7 +9,8 @@ import pytest
 import soundfile
 
 from common.errors import TriptychError
-from proxy.media.audio import cut, shared, split
+from proxy.media.audio import cut, split
+from proxy.media.helper_process import shared
 from tests.media_files import container
 from tests.proxy.sample_media import speech
 

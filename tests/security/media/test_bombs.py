@@ -13,7 +13,8 @@ from PIL import Image
 
 from common.errors import TriptychError
 from engine.media.image import decode_image
-from proxy.media.audio import AudioWindows, shared
+from proxy.media.audio import AudioWindows
+from proxy.media.helper_process import shared
 from services.encode.preprocess_pool import PreprocessPool
 from tests.proxy.sample_media import data_url, image_part, picture, speech
 from tests.security.media import bombs
