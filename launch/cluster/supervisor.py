@@ -219,8 +219,6 @@ class Supervisor:
         """Run the process of an instance from start to end; return the manner of the end."""
         instance.started_s = time.monotonic()
         instance.note.remove()
-        if instance.phase_file is not None:
-            instance.phase_file.unlink(missing_ok=True)
         try:
             instance.child = await Child.start(instance.command)
         except TriptychError as error:  # no memory or no process slots: it may work a little later
@@ -228,7 +226,11 @@ class Supervisor:
         instance.state = "starting"
         if self._stop.is_set():
             instance.child.terminate()
-        return await instance.child.wait()
+        try:
+            return await instance.child.wait()
+        finally:
+            if instance.phase_file is not None:  # of this process; kept logs are logs alone
+                instance.phase_file.unlink(missing_ok=True)
 
     async def _watch_readiness(self, broker_url: str) -> None:
         """Follow the instances, at the start and later, as they become ready or leave on request."""
