@@ -67,7 +67,9 @@ class WorkerMetrics:
 
     def figures(self) -> dict[str, float]:
         """Return the metrics that stand in this worker's entry of the registry; those of engines as last told."""
-        values = {**added_up(self.engine_stats.values()), **{name: gauge() for name, gauge in self.gauges.items()}}
+        told = added_up(self.engine_stats.values())
+        asked = {name: self.gauges[name]() for name in FIGURES if name in self.gauges}
+        values = told | asked
         return {name: float(values[name]) for name in FIGURES if name in values}
 
     def render(self) -> bytes:
