@@ -218,12 +218,12 @@ def test_dockerfile_copies_every_package_and_its_ignore_file_lets_them_in() -> N
 
 
 def test_documentation_names_exactly_the_variables_of_the_files() -> None:
-    rows = re.findall(r"^\| (`[^|]+) \|", (ROOT / "docs" / "how-to" / "deploy.md").read_text(), re.M)
+    rows = re.findall(r"^\| (`[^|]+) \|", (ROOT / "docs" / "deploy" / "compose.md").read_text(), re.M)
     assert {name for row in rows for name in re.findall(r"`([A-Z][A-Z0-9_]+)`", row)} == variables()
 
 
 def test_transcript_in_the_documentation_is_of_the_present_test() -> None:
     files = sorted((ROOT / "tools" / "compose").glob("*.*"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
-    page = (ROOT / "docs" / "how-to" / "deploy.md").read_text()
-    assert f"\ntools/compose {digest[:16]}\n" in page, "run `make compose-test`, and put its output into deploy.md"
+    page = (ROOT / "docs" / "deploy" / "compose.md").read_text()
+    assert f"\ntools/compose {digest[:16]}\n" in page, "run `make compose-test`, and put its output into compose.md"
