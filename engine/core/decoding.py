@@ -122,7 +122,7 @@ class Decoding:
 
     def can_run_ahead(self, output: StepOutput) -> bool:
         """Return True if the host has no part in the choice of tokens: no beams, no rules on known tokens, no
-        reports."""
+        log-probabilities of a prompt."""
         return not output.prompt_rows and all(
             not sequence.sampling.uses_beams and self._sampler.can_run_ahead(sequence) for sequence in output.sequences
         )
@@ -139,9 +139,10 @@ class Decoding:
 
     def collect(self, batch: TokensInFlight) -> list[NewToken]:
         """Wait for tokens in flight and put all into place, also for ended sequences."""
-        results = [NewToken(*one) for one in zip(batch.sequences, batch.positions, batch.tokens.wait(), strict=True)]
-        for new in results:
-            new.sequence.token_ids[new.position] = new.token_id
+        results: list[NewToken] = []
+        for sequence, position, one in zip(batch.sequences, batch.positions, batch.tokens.wait(), strict=True):
+            sequence.token_ids[position] = one.token_id
+            results.append(NewToken(sequence, position, one.token_id, one.logprob))
         return results
 
     def _fork_rows(self, output: StepOutput, rows: list[int]) -> tuple[Tensor, list[Sequence]]:
@@ -180,8 +181,6 @@ class Decoding:
                 continue
             tokens.append(NewToken(sequence, len(sequence.token_ids), one.token_id, one.logprob))
             sequence.token_ids.append(one.token_id)
-            if one.logprob is not None:
-                sequence.logprob_sum += one.logprob.logprob
         return tokens
 
     def _fork(self, parent: Sequence, index: int) -> Sequence:

@@ -16,11 +16,11 @@ The overlapped loop is at most one step ahead. What changes when:
     keys and values may be read and sent: the        the sequence may be preempted, and its tokens hashed or computed
     device does what is queued in its order          again
 
-Where the host has a part in choosing a step's tokens (beams, rules that read tokens, log-probabilities), or a request
-may outgrow the pool with them, they are known before the next step is scheduled. Where a sequence with unknown tokens
-would have to be preempted, the scheduler holds back and the next step waits for them. That a sequence reaches its
-greatest length is known beforehand; an end by a token or a stop string is not, and costs a surplus token. Both loops
-give the same tokens.
+Where the host has a part in choosing a step's tokens (beams, rules that read tokens), where a request asks for
+log-probabilities of its prompt, or may outgrow the pool, tokens are known before the next step is scheduled. Where a
+sequence with unknown tokens would have to be preempted, the scheduler holds back and the next step waits for them. That
+a sequence reaches its greatest length is known beforehand; an end by a token or a stop string is not, and costs a
+surplus token. Both loops give the same tokens.
 """
 
 from __future__ import annotations

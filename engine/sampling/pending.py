@@ -1,9 +1,23 @@
-"""Tokens still being chosen by the device."""
+"""Tokens still being chosen by the device, with the log-probabilities of those that report them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+from engine.sampling.logprobs import Measured, describe
+from engine.sampling.sequence import Sampled
+
+
+class Report(NamedTuple):
+    """Log-probabilities of the tokens of some `rows`, with as many of the likeliest as `counts` says."""
+
+    rows: Sequence[int]
+    counts: Sequence[int]
+    measured: Measured
 
 
 class PendingTokens:
@@ -13,20 +27,26 @@ class PendingTokens:
     under the stream that computes them. On a CPU there is nothing to wait for.
     """
 
-    def __init__(self, tokens: Tensor) -> None:
+    def __init__(self, tokens: Tensor, report: Report | None = None) -> None:
         self.on_device = tokens
+        self._report = report
+        self._on_host = [tokens] if report is None else [tokens, *report.measured]
         self._copied: torch.cuda.Event | None = None
         if tokens.device.type == "cuda":
-            self._on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._on_host.copy_(tokens, non_blocking=True)
+            self._on_host = [
+                torch.empty(one.shape, dtype=one.dtype, pin_memory=True).copy_(one, non_blocking=True)
+                for one in self._on_host
+            ]
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record(torch.cuda.current_stream(tokens.device))
-        else:
-            self._on_host = tokens
 
-    def wait(self) -> list[int]:
+    def wait(self) -> list[Sampled]:
         """Return the tokens after all work queued before them. Raises CUDA's errors of that work."""
         if self._copied is not None:
             self._copied.synchronize()
-        token_ids: list[int] = self._on_host.tolist()
-        return token_ids
+        tokens, *measured = [one.tolist() for one in self._on_host]
+        sampled = [Sampled(token) for token in tokens]
+        if self._report is not None:
+            for row, logprob in zip(self._report.rows, describe(measured, self._report.counts), strict=True):
+                sampled[row] = sampled[row]._replace(logprob=logprob)
+        return sampled

@@ -71,8 +71,7 @@ class SequenceState:
 
     def __init__(self, params: SamplingParams, vocabulary: Vocabulary, grammar: GrammarMatcher | None = None) -> None:
         self.has_rules = _has_any(params, _RULES)
-        self.is_plain = not self.has_rules and params.logprobs is None
-        self.can_run_ahead = not _has_any(params, _READING_TOKENS) and params.logprobs is None
+        self.can_run_ahead = not _has_any(params, _READING_TOKENS)
         self.grammar = grammar
         self.counts = TokenCounts(vocabulary.size) if _has_any(params, _PENALTIES) else None
         self.ngrams = NGrams(params.no_repeat_ngram_size, vocabulary.size) if params.no_repeat_ngram_size else None

@@ -15,8 +15,8 @@ from engine.device.h2d import select_rows, send
 from engine.sampling import rules
 from engine.sampling.device_draw import draw_on_device
 from engine.sampling.draw import draw, uniform
-from engine.sampling.logprobs import describe_tokens
-from engine.sampling.pending import PendingTokens
+from engine.sampling.logprobs import measure
+from engine.sampling.pending import PendingTokens, Report
 from engine.sampling.sequence import Sampled, SampledSequence
 
 if TYPE_CHECKING:
@@ -38,35 +38,27 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, sequences: Sequence[SampledSequence]) -> list[Sampled]:
         """logits [num_sequences, vocab_size], float32 (may be changed in place) -> the next token of each."""
-        states = [self._state(sequence) for sequence in sequences]
-        if all(state.is_plain for state in states):
-            return [Sampled(token) for token in self._choose(logits, sequences)]
-        reported = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
-        raw = select_rows(logits, reported) if reported else None  # the rules write into the logits
-        self._restrict(logits, sequences, states)
-        tokens = self._choose(logits, sequences)
-        sampled = [
-            Sampled(token, error=self.error(sequence)) for token, sequence in zip(tokens, sequences, strict=True)
+        sampled = self.launch(logits, sequences).wait()
+        return [
+            one if self._state(sequence).grammar is None else one._replace(error=self.error(sequence))
+            for one, sequence in zip(sampled, sequences, strict=True)
         ]
-        if raw is not None:
-            counts = [sequences[row].sampling.logprobs or 0 for row in reported]
-            described = describe_tokens(raw, [tokens[row] for row in reported], counts)
-            for row, logprob in zip(reported, described, strict=True):
-                sampled[row] = sampled[row]._replace(logprob=logprob)
-        return sampled
 
     def can_run_ahead(self, sequence: SampledSequence) -> bool:
-        """Return whether the next token can be chosen before earlier tokens are known: no rules over tokens, no
-        log-probabilities."""
+        """Return whether the next token can be chosen before earlier tokens are known: no rules over tokens."""
         return self._state(sequence).can_run_ahead
 
     def launch(self, logits: torch.Tensor, sequences: Sequence[SampledSequence]) -> PendingTokens:
-        """Choose the same tokens as `sample` for sequences that can run ahead, without waiting for the device. logits
-        [num_sequences, vocab_size], float32, may change in place."""
+        """Choose the same tokens as `sample`, with log-probabilities where asked, without waiting for the device.
+        logits [num_sequences, vocab_size], float32, may change in place."""
+        reported = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
+        raw = select_rows(logits, reported) if reported else None  # the rules write into the logits
         self._restrict(logits, sequences, [self._state(sequence) for sequence in sequences])
-        if logits.device.type == "cpu":
-            return PendingTokens(torch.tensor(self._choose(logits, sequences), dtype=torch.int64))
-        return PendingTokens(choose_on_device(logits, sequences))
+        tokens = self._choose(logits, sequences)
+        if raw is None:
+            return PendingTokens(tokens)
+        counts = [sequences[row].sampling.logprobs or 0 for row in reported]
+        return PendingTokens(tokens, Report(reported, counts, measure(raw, select_rows(tokens, reported), max(counts))))
 
     def apply_rules(self, scores: torch.Tensor, sequences: Sequence[SampledSequence]) -> None:
         """The rules alone, in place, on scores [num_sequences, vocab_size]: log-probabilities, in beam search.
@@ -106,9 +98,10 @@ class Sampler:
         if sampling.grammar is not None:
             self._compiler().start(sampling.grammar)
 
-    def _choose(self, scores: torch.Tensor, sequences: Sequence[SampledSequence]) -> list[int]:
+    def _choose(self, scores: torch.Tensor, sequences: Sequence[SampledSequence]) -> torch.Tensor:
+        """Return int64 [num_sequences] on the scores' device."""
         if scores.device.type != "cpu":  # `draw` would wait for every answer on its way
-            return PendingTokens(choose_on_device(scores, sequences)).wait()
+            return choose_on_device(scores, sequences)
         random = [row for row, sequence in enumerate(sequences) if not sequence.sampling.greedy]
         if len(random) < len(sequences):
             # numpy looks with vector instructions: a tenth of torch's time. The first of equals.
@@ -121,7 +114,7 @@ class Sampler:
             rows = scores if len(random) == len(sequences) else scores[random]
             for row, token in zip(random, draw(rows, [one.sampling for one in chosen], uniforms), strict=True):
                 tokens[row] = token
-        return tokens
+        return torch.tensor(tokens, dtype=torch.int64)
 
     def _restrict(
         self, scores: torch.Tensor, sequences: Sequence[SampledSequence], states: Sequence[rules.SequenceState]

@@ -86,7 +86,6 @@ class Sequence:
     num_lost_tokens: int = 0
     is_full: bool = False
     hashes: list[bytes] = field(default_factory=list)
-    logprob_sum: float = 0.0
     sampler_state: object | None = None
     sequence_id: int = field(default_factory=lambda: next(_sequence_ids))
 
@@ -129,7 +128,6 @@ class Sequence:
             self.num_computed_tokens,
             num_remembered=self.num_remembered,
             hashes=list(self.hashes),
-            logprob_sum=self.logprob_sum,
         )
 
 

@@ -89,7 +89,6 @@ def test_what_the_host_has_to_look_at_is_not_run_ahead_of(tiny_llama: ModelInfo)
     """Each beside two plain requests, which go ahead again once it has ended."""
     rules: list[dict[str, Any]] = [
         {"repetition_penalty": 1.3},
-        {"logprobs": 2},
         {"no_repeat_ngram_size": 2},
         {"n": 2, "beam_width": 3},
         {"prompt_logprobs": 1},
@@ -117,13 +116,21 @@ def test_rules_that_only_count_tokens_are_run_ahead_of(tiny_speech: ModelInfo) -
         {"forced_eos_token_id": 2, "logit_bias": {9: 8.0}},
         {"allowed_token_ids": (20, 21, 22, 40), "min_tokens": 9},
         {"suppress_tokens": tuple(range(tiny_speech.config["vocab_size"]))},
+        {"logprobs": 2, "begin_suppress_tokens": (12,)},
     ]
     for rule in rules:
         for params in (msgspec.structs.replace(free, **rule), sampled(9, seed=3, n=2, ignore_eos=False, **rule)):
             job = Job("r", [start, 5], params, [("clip", AUDIO_FRAMES)])
             plain, ahead = run(plain_engine(tiny_speech), [job]), run(ahead_engine(tiny_speech), [job])
             assert (ahead.tokens, reasons(ahead)) == (plain.tokens, reasons(plain)), rule
+            assert logprobs(ahead) == logprobs(plain), rule
+            assert bool(logprobs(ahead)) == ("logprobs" in rule)
             assert ahead.engine.stats()["steps_ahead_total"] == ahead.engine.stats()["steps_total"] - 1, rule
+
+
+def logprobs(driver: Driver) -> list[Any]:
+    told = [event for event in driver.events if isinstance(event, Tokens)]
+    return sorted((one.index, one.offset, *one.logprobs) for one in told if one.logprobs)
 
 
 def prompt_logprobs(driver: Driver) -> list[Any]:
