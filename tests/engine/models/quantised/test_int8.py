@@ -126,6 +126,25 @@ def test_the_kernels_multiply_as_pytorch_does(
     torch.testing.assert_close(weight.multiply(x, bias).double(), exact, rtol=DTYPES[dtype], atol=1e-6 * bound)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_gives_nan_and_its_neighbours_stay(value: float) -> None:
+    weight, x = quantise_int8(torch.randn(9, 70)), torch.randn(3, 70, dtype=torch.bfloat16)
+    expected = weight.multiply(x)
+    x[1, 40] = value
+    found = weight.multiply(x)
+    assert found[1].isnan().all() or not found[1].isfinite().any()
+    assert torch.equal(found[::2], expected[::2])
+
+
+def test_an_outlier_does_not_drown_values_of_other_blocks() -> None:
+    weight, x = quantise_int8(torch.randn(8, 128)), torch.full((1, 128), 2.0**-10, dtype=torch.bfloat16)
+    x[0, 0] = 2.0**15
+    codes = weight.codes.clone()
+    codes[:, :32] = 0
+    rest = CodedWeight(codes, weight.scales, weight.zeros, weight.group)
+    torch.testing.assert_close(rest.multiply(x).float(), x.float() @ rest.dequantise().t(), rtol=2**-7, atol=1e-6)
+
+
 def test_pairs_come_apart_as_they_were_put_together() -> None:
     codes = torch.randint(0, 16, (5, 96), dtype=torch.uint8)
     assert torch.equal(unpack_pairs(pack_pairs(codes)), codes)
