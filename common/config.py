@@ -128,6 +128,9 @@ class EngineConfig(BaseModel):
         shown="a sixteenth of the memory left, at most 128MiB on a CPU and 4GiB on CUDA",
         ge=0,
     )
+    max_loras: int = _setting(
+        8, "LoRA adapters in memory, and so in one step; a request with another one waits.", "Engine", ge=1
+    )
     max_num_seqs: int = _setting(64, "Sequences that run at once; a request has n, or its beams.", "Engine", ge=1)
     max_num_batched_tokens: int = _setting(
         1024, "Token budget of one step, prefill and decode together.", "Engine", ge=1
@@ -169,6 +172,12 @@ class Settings(BaseSettings):
         "Instances of each role, e(ncode), p(refill), d(ecode), pd or epd in one: 2e1pd is two encoders, one worker.",
         "Serving",
         shown="by the model: 1e1pd, 1pd for text, 2e1pd for speech",
+    )
+    lora_modules: Annotated[tuple[str, ...], NoDecode] = _setting(
+        (),
+        "LoRA adapters, folders saved by PEFT, with names for the API: a request chooses one by model=MODEL:NAME.",
+        "Engine",
+        metavar="NAME=FOLDER,…",
     )
     host: str = _setting("127.0.0.1", "Address to listen on.", "Serving")
     port: int = _setting(
@@ -317,7 +326,7 @@ class Settings(BaseSettings):
             raise ValueError("has to consist of letters, digits, '_', '.' and '-', for it becomes part of keys")
         return name
 
-    @field_validator("allowed_media_schemes", "allowed_origins", "served_model_name", mode="before")
+    @field_validator("allowed_media_schemes", "allowed_origins", "lora_modules", "served_model_name", mode="before")
     @classmethod
     def _separated_by_commas(cls, value: object) -> object:
         given = [value] if isinstance(value, str) else value

@@ -23,7 +23,7 @@ from common.errors import ErrorInfo, invalid
 from common.families import MediaKind as MediaKind
 from common.sampling_params import SamplingParams
 
-PROTOCOL_VERSION: Final = 12
+PROTOCOL_VERSION: Final = 13
 MAX_CONTROL_BYTES: Final = 16 * 2**20
 """Cap of a message without media."""
 MAX_MEDIA_BYTES: Final = 64 * 2**20

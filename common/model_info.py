@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -38,6 +38,7 @@ _RECOMMENDED: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_pen
 _END_BYTES: Final = 64 * 2**10
 _SAMPLE_BYTES: Final = 4 * 2**10
 _NUM_SAMPLES: Final = 64
+CONFIG_OF_ADAPTERS: Final = "adapter_config.json"
 BUNDLED = Path(__file__).parent / "bundled"
 _LARGE_7B: Final = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "rms_norm_eps": 1e-6}
 _LLAMA: Final = {
@@ -174,7 +175,10 @@ def is_hub_id(model: str) -> bool:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model folder, read once. `config` and `generation` are the unchanged JSON files."""
+    """A model folder, read once. `config` and `generation` are the unchanged JSON files.
+
+    `adapters` are the folders of the LoRA adapters served with the model, by name.
+    """
 
     folder: Path
     name: str
@@ -183,6 +187,7 @@ class ModelInfo:
     config: dict[str, Any] = field(repr=False)
     generation: dict[str, Any] = field(repr=False)
     preprocessor: dict[str, Any] = field(repr=False)
+    adapters: Mapping[str, Path] = field(default_factory=dict)
 
     @cached_property
     def text_config(self) -> dict[str, Any]:
@@ -274,23 +279,30 @@ class ModelInfo:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal models: configuration, and names, sizes and samples of the weight files.
+        """Equal for equal models and adapters: configuration, and names, sizes and samples of the weight files.
 
         Of a big file some 400 KiB from all over it are read, so that this takes milliseconds for any model: another
         training shows, and so does damage to more than a sixtieth of the file; a smaller one may not.
         """
         digest = hashlib.blake2b(json.dumps(self.config, sort_keys=True).encode(), digest_size=12)
-        for path in sorted(self.folder.glob("*.safetensors")):
-            digest.update(f"{path.name} {path.stat().st_size}".encode())
-            _hash_samples(path, digest)
+        _hash_weights(self.folder, digest)
+        for name in sorted(self.adapters):
+            digest.update(f"{name} {self.adapter_fingerprint(name)}".encode())
+        return digest.hexdigest()
+
+    def adapter_fingerprint(self, name: str) -> str:
+        """Equal for equal adapters. Raises OSError for files that cannot be read."""
+        folder = self.adapters[name]
+        digest = hashlib.blake2b((folder / CONFIG_OF_ADAPTERS).read_bytes(), digest_size=12)
+        _hash_weights(folder, digest)
         return digest.hexdigest()
 
 
-def load_model_info(model: str) -> ModelInfo:
-    """Read a model's JSON files.
+def load_model_info(model: str, lora_modules: Sequence[str] = ()) -> ModelInfo:
+    """Read a model's JSON files; its adapters are given as the setting `lora_modules` is.
 
     Raises TriptychError("model_not_found") for an unknown model, a broken file, an architecture that is not supported,
-    and weights quantised in a way that is not.
+    and weights quantised in a way that is not; "invalid_request" for adapters that do not exist, or cannot be served.
     """
     folder = resolve_model(model)
     name = folder.name if Path(model).exists() else model
@@ -299,7 +311,26 @@ def load_model_info(model: str) -> ModelInfo:
     family = find_family(architecture)
     read_quantisation(config, name)  # refuses what is not supported
     generation, preprocessor = (read_json(folder / f"{kind}_config.json") for kind in ("generation", "preprocessor"))
-    return ModelInfo(folder, name, architecture, family, config, generation, preprocessor)
+    adapters = _find_adapters(lora_modules)
+    if adapters and family.cross_attention:
+        raise invalid(f"{name} has cross-attention: LoRA adapters are for decoders without it", "lora_modules")
+    return ModelInfo(folder, name, architecture, family, config, generation, preprocessor, adapters)
+
+
+def _find_adapters(modules: Sequence[str]) -> dict[str, Path]:
+    """Return the folders of adapters by name, from `name=folder`, or `folder`, which has the name then."""
+    found: dict[str, Path] = {}
+    for module in modules:
+        name, path = module.split("=", 1) if "=" in module else ("", module)
+        folder = Path(path).resolve()
+        name = name or folder.name
+        if not (folder / CONFIG_OF_ADAPTERS).is_file():
+            message = f"the adapter {name!r}: {folder} has no {CONFIG_OF_ADAPTERS}; give folders saved by PEFT"
+            raise invalid(message, "lora_modules")
+        if name in found:
+            raise invalid(f"two adapters have the name {name!r}: give name=folder", "lora_modules")
+        found[name] = folder
+    return found
 
 
 def text_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -338,6 +369,12 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise TriptychError("model_not_found", f"{path} holds a {type(content).__name__}, not a JSON object", "model")
     return content
+
+
+def _hash_weights(folder: Path, digest: hashlib.blake2b) -> None:
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{path.name} {path.stat().st_size}".encode())
+        _hash_samples(path, digest)
 
 
 def _hash_samples(path: Path, digest: hashlib.blake2b) -> None:

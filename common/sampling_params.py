@@ -77,6 +77,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prefix_allowed[i]     the only token ids allowed as the i-th generated token: forced tokens are lists of one,
                           Whisper's language detection is the list of its language tokens
     alignment             when the tokens of the prompt were spoken; needs prompt_logprobs
+    adapter               the LoRA adapter that all tokens are computed with, prompt included; "" for none
     suppress_tokens never appear; `begin_suppress_tokens` do not appear as the first token after the prefix.
     """
 
@@ -112,6 +113,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     timestamps: TimestampRules | None = None
     grammar: Grammar | None = None
     alignment: Alignment | None = None
+    adapter: str = ""
 
     @property
     def greedy(self) -> bool:

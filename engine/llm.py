@@ -143,7 +143,8 @@ class LLM:
     """A model, offline. Options are the fields of `EngineConfig`, such as `kv_cache_bytes` or `dtype`.
 
     `chat_template`, a file or Jinja, takes the place of the model's own. Prompts without parameters are sampled as
-    generation_config.json says, unless `generation_config` is "none".
+    generation_config.json says, unless `generation_config` is "none". `lora_modules` are folders of LoRA adapters by
+    name; `SamplingParams.adapter` chooses one.
     Raises TriptychError where the model cannot be served, or an option is unknown or wrong.
     """
 
@@ -153,9 +154,10 @@ class LLM:
         *,
         chat_template: str | Path | None = None,
         generation_config: GenerationConfigSource = "auto",
+        lora_modules: Mapping[str, str | Path] | None = None,
         **options: Any,
     ) -> None:
-        self.info = load_model_info(str(model))
+        self.info = load_model_info(str(model), [f"{name}={path}" for name, path in (lora_modules or {}).items()])
         self._sampling_defaults = self.info.sampling_defaults(generation_config)
         # Whoever hands over a batch waits for all of it: its size overloads nothing, and no prompt disturbs a stream.
         try:

@@ -65,7 +65,7 @@ def run(settings: Settings) -> int:
     setup_logging(settings.log_level, settings.log_format, instance_id)
     dump_on_signal()
     try:
-        info = load_model_info(settings.model)
+        info = load_model_info(settings.model, settings.lora_modules)
         service = make_service(settings, info, instance_id)
         listener = bind(settings.host, settings.port)
     except TriptychError as error:

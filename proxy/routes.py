@@ -63,7 +63,7 @@ def make_router(service: Service) -> APIRouter:
 
     @router.get("/v1/models")
     async def _models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(service, name) for name in service.model_names]}
+        return {"object": "list", "data": [_model(service, name) for name in (*service.model_names, *service.adapters)]}
 
     @router.get("/v1/models/{model:path}")
     async def _one_model(model: str) -> dict[str, Any]:
@@ -129,10 +129,12 @@ def _verdict(problem: Problem, *, with_details: bool) -> Response:
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
+    adapter = service.adapters.get(name)
     return {
         "id": name,
         "object": "model",
         "created": int(service.started_s),
         "owned_by": "triptych",
         "max_model_len": service.max_model_len,
+        **({} if adapter is None else {"parent": name.removesuffix(f":{adapter}")}),
     }

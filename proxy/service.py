@@ -61,6 +61,8 @@ class Service:
     started_s: float = field(default_factory=time.time)
     model_names: tuple[str, ...] = field(init=False)
     """Names by which requests may call the model; answers have the first."""
+    adapters: dict[str, str] = field(init=False)
+    """LoRA adapters by the names that requests and answers have for the model with one: `name:adapter`."""
     max_model_len: int = field(init=False)
     sampling_defaults: dict[str, Any] = field(init=False)
     """Sampling of requests that give none, as fields of `SamplingParams`."""
@@ -75,6 +77,7 @@ class Service:
     def __post_init__(self) -> None:
         self.lines = {name: QueueDelayLimiter(self.settings.max_queue_s) for name in get_args(LineName)}
         self.model_names = self.settings.served_model_name or (self.info.name,)
+        self.adapters = {f"{name}:{one}": one for name in self.model_names for one in self.info.adapters}
         limit, longest = self.settings.engine.max_model_len, self.info.max_model_len
         self.max_model_len = longest if limit is None else min(limit, longest)
         self.sampling_defaults = self.info.sampling_defaults(self.settings.generation_config)
@@ -154,8 +157,8 @@ class Service:
 
     def check_model(self, model: str | None) -> None:
         """Raise TriptychError("model_not_found") for a model that is not served here."""
-        if model is not None and model not in self.model_names:
-            names = ", ".join(map(repr, self.model_names))
+        if model is not None and model not in self.model_names and model not in self.adapters:
+            names = ", ".join(map(repr, (*self.model_names, *self.adapters)))
             message = f"the model {model[:100]!r} does not exist here; this server serves {names}"
             raise TriptychError("model_not_found", message, "model")
 

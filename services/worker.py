@@ -39,7 +39,7 @@ def run(settings: Settings, role: Role) -> int:
     try:
         from engine.processors import make_processor
 
-        info = load_model_info(settings.model)
+        info = load_model_info(settings.model, settings.lora_modules)
         if info.media_kind is not None:
             make_processor(info)  # the children that preprocess could not tell why it does not fit
         status, next_role, instance_id = asyncio.run(_run(settings, info, check_role(role, info)))

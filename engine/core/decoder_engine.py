@@ -80,6 +80,7 @@ class DecoderEngine:
             config.max_num_batched_tokens,
             config.preemption,
             None if config.itl_objective_ms is None else config.itl_objective_ms / 1e3,
+            max_loras=config.max_loras,
             whole_inputs=bool(self.runner.spec.whole_input_tokens),
         )
         self.input_receiver = InputReceiver(self.state, self.cache, offer_check.inputs, self.cache_lookup, lease_s)

@@ -41,6 +41,7 @@ def gauges(
         "weight_bytes": runner.load_report.parameter_bytes,
         "attention_fallback": int(runner.backend.is_fallback),
         "layers_fallback": int(runner.layers_are_fallback),
+        "adapters_loaded": 0 if runner.adapters is None else len(runner.adapters.loaded),
         "encoder_computations": encoder_computations.value,
         **runner.memory.stats(),
     }
@@ -51,6 +52,7 @@ def totals(
 ) -> dict[str, float]:
     """Return values that only grow: the `counters` of the parts, and more."""
     counts = {name: value for each in counters for name, value in each.items()}
+    counts |= {} if runner.adapters is None else runner.adapters.counters
     early = input_receiver.early, kv_receiver.early
     counts |= {
         "steps_replayed": 0 if runner.graphs is None else runner.graphs.num_replays,

@@ -55,6 +55,10 @@ class RequestFactory:
             raise TriptychError("invalid_request", message, "alignment")
         if wanted is not None and wanted.num_frames < 1:
             raise TriptychError("invalid_request", "alignment needs at least one frame", "alignment")
+        if sampling.adapter and sampling.adapter not in self.info.adapters:
+            there = ", ".join(map(repr, self.info.adapters)) or "none"
+            message = f"the adapter {sampling.adapter[:100]!r} does not exist here; {self.info.name} has {there}"
+            raise TriptychError("model_not_found", message, "adapter")
         self._check_inputs(prompt, inputs)
 
     def _check_resumed(self, resumed: ListOf[Resumed], sampling: SamplingParams, num_prompt_tokens: int) -> None:

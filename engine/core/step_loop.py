@@ -38,7 +38,9 @@ from engine.device.h2d import select_rows
 from engine.handoff.input_receiver import InputReceiver
 from engine.handoff.kv_exporter import KvExporter
 from engine.handoff.kv_receiver import KvReceiver
+from engine.models.lora.pool import AdapterPool
 from engine.runner.decoder import DecoderRunner, StepOutput
+from engine.scheduler.capacity import adapters_of
 from engine.scheduler.decoder import DecoderScheduler
 from engine.state.engine_state import EngineState
 from engine.state.inputs import ScheduledStep
@@ -147,7 +149,18 @@ class StepLoop:
         moves = self._blocks.pop_moves()
         if moves:
             self._runner.move(moves)
-        return step
+        return step if self._runner.adapters is None else self._with_adapters(step, self._runner.adapters)
+
+    def _with_adapters(self, step: ScheduledStep, pool: AdapterPool) -> ScheduledStep:
+        """Load the adapters of all requests that hold memory; those with one that cannot be read fail, and leave."""
+        holders = [*self._scheduler.running, *self._scheduler.reserved]
+        failed = pool.load(adapters_of(holders))
+        for request in holders if failed else ():
+            if request.sampling.adapter in failed:
+                self.fail(request, failed[request.sampling.adapter])
+        kept = [index for index, one in enumerate(step.sequences) if one.sampling.adapter not in failed]
+        admitted = [request for request in step.admitted if request.sampling.adapter not in failed]
+        return ScheduledStep([step.sequences[at] for at in kept], [step.num_tokens[at] for at in kept], admitted)
 
     def _run(self, step: ScheduledStep) -> StepOutput:
         """Launch the forward pass and count the tokens as computed, for every later launch."""

@@ -34,8 +34,8 @@ class Checkpoint:
     A context manager: the files are closed on leaving. Raises CheckpointError for missing or damaged files.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.entries = read_index(folder)
+    def __init__(self, folder: Path, stem: str = "model") -> None:
+        self.entries = read_index(folder, stem)
         self.read_bytes = 0
         self._files: dict[Path, FileIO] = {}
 

@@ -30,19 +30,19 @@ class TensorEntry:
     size_bytes: int
 
 
-def read_index(folder: Path) -> dict[str, TensorEntry]:
+def read_index(folder: Path, stem: str = "model") -> dict[str, TensorEntry]:
     """Return the tensors of `model.safetensors`, or of the shards that `model.safetensors.index.json` names.
 
     Raises CheckpointError for missing, damaged or cut files.
     """
     entries: dict[str, TensorEntry] = {}
-    for path in _weight_files(folder):
+    for path in _weight_files(folder, stem):
         entries |= _read_header(path)
     return entries
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+def _weight_files(folder: Path, stem: str) -> list[Path]:
+    index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
     if single.is_file():
         return [single]
     if not index.is_file():

@@ -23,6 +23,7 @@ from engine.device.memory import MemoryReport, zeros
 from engine.device.memory_profiler import reserved_memory
 from engine.device.recorder import CudaRecorder, Recorder
 from engine.models.layers import use_layer_kernels
+from engine.models.lora.pool import AdapterPool
 from engine.models.registry import load_decoder
 from engine.runner.alignment import alignment_heads, first_frames, gather_heads
 from engine.runner.cross import CrossBatch, write_cross
@@ -82,6 +83,8 @@ class DecoderRunner:
             info, self.device, self.dtype, config.load_format, as_int8=config.quantization == "int8"
         )
         self.spec = self.model.spec
+        where = self.device, self.dtype
+        self.adapters = AdapterPool(self.model, info, config.max_loras, *where) if info.adapters else None
         _check_room(self.spec, config)
         self.max_model_len = min(config.max_model_len or self.spec.max_model_len, self.spec.max_model_len)
         self.block_size = config.block_size
@@ -181,10 +184,13 @@ class DecoderRunner:
                     write_cross(request, table, cache, self.model, self.backend, self.caches)
                     blocks.mark_written(request.request_id)
         inputs = self._prepare(step, blocks)
+        if self.adapters is not None:
+            self.adapters.select(step, inputs)
         pieces = [] if self._cross is not None else find_pieces(step, inputs, cache, self.info)
         wanted = wanted_rows(step, inputs)
         hidden, queries = None, dict[int, torch.Tensor]()
-        if self.graphs is not None and not pieces and not wanted.prompts:
+        adapted = self.adapters is not None and bool(self.adapters.groups)  # no recording has their products
+        if self.graphs is not None and not (pieces or wanted.prompts or adapted):
             hidden = self._replay(self.graphs, step, inputs, blocks)
         if hidden is None:
             aligns = any(step.sequences[index].sampling.alignment for index, _, _ in wanted.prompts)

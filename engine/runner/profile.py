@@ -17,6 +17,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, Final, cast
 
+import msgspec
 import torch
 
 from common.config import EngineConfig
@@ -58,6 +59,7 @@ def load_runner(info: ModelInfo, config: EngineConfig, beside_bytes: int = 0) ->
 def _divide_memory(runner: DecoderRunner, config: EngineConfig, beside_bytes: int) -> MemoryReport:
     """Size the pools; no KV cache is larger than all sequences at full length could use."""
     activation = None if all_pools_given(config) else measure_step(runner, config)
+    beside_bytes += 0 if runner.adapters is None else runner.adapters.capacity_bytes
     weights, needs = runner.load_report.parameter_bytes, _memory_needs(runner, config)
     report = size_decoder(config, needs, runner.device, weights, activation, beside_bytes)
     log.info("memory", **report.describe(), device=runner.device.type)
@@ -90,8 +92,13 @@ def measure_step(runner: DecoderRunner, config: EngineConfig) -> int | None:
     shape = (2, 2, runner.block_size, runner.spec.num_kv_heads, runner.spec.head_dim)
     runner.caches = [zeros(shape, runner.dtype, runner.device)] * runner.spec.num_caches
     profile = _StepProfile(runner, config)
-    parts = [profile.warm_up(), profile.prefill(), profile.logits(), measure_graphs(runner)]
+    if runner.adapters is not None:
+        runner.adapters.load([profile.adapter])
+    parts = [profile.warm_up(), profile.prefill(), profile.logits()]
     del profile
+    if runner.adapters is not None:
+        runner.adapters.clear()
+    parts.append(measure_graphs(runner))
     runner.caches = []
     release_free_memory(runner.device)
     return None if None in parts else sum(part for part in parts if part is not None)
@@ -126,6 +133,8 @@ class _StepProfile:
         self._max_rows = min(config.max_num_seqs, self._max_tokens)
         self._max_seqs = config.max_num_seqs
         self._deadline_s = time.monotonic() + TIME_S if self._on_cpu else float("inf")
+        self.adapter = next(iter(runner.info.adapters), "")
+        """With which all rows are computed: any has the largest products, those of full width."""
 
     def warm_up(self) -> int | None:
         """Run a first step, to set up library buffers and thread stacks."""
@@ -190,7 +199,7 @@ class _StepProfile:
             "profile",
             [0] * length,
             slots,
-            sampling=_FILTERS,
+            sampling=msgspec.structs.replace(_FILTERS, adapter=self.adapter),
             arrival=0,
             is_encoder_decoder=info.is_encoder_decoder,
             cross_attention=info.has_cross_attention,

@@ -6,7 +6,7 @@ until the blocks are given up for another request, so nothing here is remembered
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from common.errors import ErrorInfo
 from engine.cache.block_manager import BlockManager
@@ -25,6 +25,7 @@ class Capacity:
         reserved: list[Request],
         max_num_seqs: int,
         max_model_len: int,
+        max_loras: int = 1,
     ) -> None:
         """The lists belong to the scheduler and change between calls."""
         self._max_model_len = max_model_len
@@ -33,6 +34,7 @@ class Capacity:
         self._running = running
         self._reserved = reserved
         self._max_num_seqs = max_num_seqs
+        self._max_loras = max_loras
 
     def never_fits(self, request: Request) -> ErrorInfo | None:
         """Return why a request, as far as the prompt is known, can never run here; None if the request can."""
@@ -57,10 +59,12 @@ class Capacity:
         return request.awaits_kv or self._blocks.is_swapped(request.request_id) or self._cache_lookup.has_all(request)
 
     def has_place(self, request: Request, wanted: int, givers: Sequence[Request] = ()) -> bool:
-        """Return True if slots and blocks are free for a waiting request and the next `wanted` tokens, or would be
-        without the `givers`."""
+        """Return True if slots, blocks and an adapter's place are free for a waiting request and the next `wanted`
+        tokens, or would be without the `givers`."""
         held = sum(self._blocks.releasable_blocks(other.request_id, other.sequence_ids) for other in givers)
         holders = [other for other in (*self._running, *self._reserved) if other not in givers]
+        if request.sampling.adapter and len(adapters_of([*holders, request])) > self._max_loras:
+            return False
         slots = sum(other.num_slots for other in holders) + request.num_slots
         return slots <= self._max_num_seqs and self._missing_blocks(request, wanted) <= self._blocks.num_free + held
 
@@ -111,6 +115,11 @@ class Capacity:
             return False
         first = request.inputs[0]
         return not first.usable and not self._cache_lookup.covers(request, first)
+
+
+def adapters_of(requests: Iterable[Request]) -> dict[str, None]:
+    """Return the distinct adapters of requests, in order."""
+    return dict.fromkeys(one.sampling.adapter for one in requests if one.sampling.adapter)
 
 
 def too_long(num_tokens: int, max_model_len: int) -> str:

@@ -47,6 +47,7 @@ class DecoderScheduler:
         preemption: PreemptionPolicy = "auto",
         itl_objective_s: float | None = None,
         *,
+        max_loras: int = 1,
         whole_inputs: bool = False,
     ) -> None:
         """With `whole_inputs` the tokens of an input are computed in one step."""
@@ -65,7 +66,8 @@ class DecoderScheduler:
         self._first: Request | None = None  # for whom others have just given their blocks
         self._changed: list[Request] = []
         self._num_ready: int | None = None  # prompt tokens, counted once in a step
-        self.capacity = Capacity(blocks, cache_lookup, self.running, self.reserved, max_num_seqs, max_model_len)
+        holders = self.running, self.reserved
+        self.capacity = Capacity(blocks, cache_lookup, *holders, max_num_seqs, max_model_len, max_loras)
         self.counters = {"preemptions": 0, "preemptions_by_swap": 0, "inputs_covered": 0}
         self.counters |= {"prefix_queried_tokens": 0, "prefix_hit_tokens": 0}
 

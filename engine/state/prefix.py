@@ -3,7 +3,8 @@
     root ── h0 = H(root, tokens 0..15, inputs in them) ── h1 = H(h0, tokens 16..31, …) ── …
 
 Equal hashes mean equal keys and values: a token's depend on everything before it, and the chain covers just that. The
-root holds what is not in the tokens: the encoder content that cross-attention reads, and how positions are counted.
+root holds what is not in the tokens: the encoder content that cross-attention reads, how positions are counted, and the
+adapter.
 An input is its content hash and how far the block is into it, since its placeholder tokens are all alike.
 """
 
@@ -22,7 +23,7 @@ def extend_hashes(request: Request, sequence: Sequence, num_tokens: int, block_s
     """Return the hashes of the blocks filled by the first `num_tokens` of a sequence (kept by the sequence)."""
     chain, num_blocks = sequence.hashes, num_tokens // block_size
     if not chain and num_blocks:
-        root = f"{request.uses_mrope}|{request.encoder_content}".encode()
+        root = f"{request.uses_mrope}|{request.encoder_content}|{request.sampling.adapter}".encode()
         chain_end = hashlib.blake2b(root, digest_size=HASH_BYTES).digest()
     else:
         chain_end = chain[-1] if chain else b""

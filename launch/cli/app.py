@@ -142,6 +142,7 @@ def worker(
     "Keys",
     "API",
     "engine.max_model_len",
+    "lora_modules",
     "handoff_timeout_s",
     "Logs",
 )

@@ -18,6 +18,7 @@ from common.keys import ClusterKey, own_api_key
 from common.messages import Role
 from common.process import start_phase
 from engine.models.checkpoint_index import read_index
+from engine.models.lora.config import ADAPTER_STEM, read_lora_config
 from engine.models.quantised.names import check_quantised
 from launch.cluster.children import Command
 from launch.cluster.configure import child_environment
@@ -128,11 +129,14 @@ def make_plan(settings: Settings, topology: str | Topology | None = None) -> Pla
     from common.text.processor import TextProcessor
     from engine.processors import make_processor
 
-    info = load_model_info(settings.model)
+    info = load_model_info(settings.model, settings.lora_modules)
     TextProcessor(info, settings.chat_template)  # damaged files are refused here, before a process starts
     info.sampling_defaults(settings.generation_config)
     if info.media_kind is not None:
         make_processor(info)
+    for name, folder in info.adapters.items():
+        read_lora_config(name, folder)
+        read_index(folder, ADAPTER_STEM)
     if settings.engine.load_format != "dummy":
         check_quantised(info, read_index(info.folder), as_int8=settings.engine.quantization == "int8")
     reason, asked = "", topology or settings.topology

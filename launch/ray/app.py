@@ -87,7 +87,7 @@ def application_of(settings: Settings, arguments: Arguments | None = None) -> Ap
 
 def _plan(settings: Settings) -> tuple[Settings, Topology]:
     """Settings common to all replicas, with the key that makes them a cluster, and the topology."""
-    info, asked = load_model_info(settings.model), settings.topology
+    info, asked = load_model_info(settings.model, settings.lora_modules), settings.topology
     topology = choose_topology(asked, info, settings.encoder_fallback) if asked else usual_topology(info, None)[0]
     update: dict[str, object] = {"served_model_name": settings.served_model_name or (info.name,)}
     if ClusterKey.of(settings) is None:

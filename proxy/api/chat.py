@@ -86,7 +86,7 @@ async def begin_answer(service: Service, context: RequestContext, body: ChatRequ
         "id": context.id,
         "object": "chat.completion.chunk" if body.stream else "chat.completion",
         "created": int(context.created_s),
-        "model": service.model_name,
+        "model": body.model if body.model in service.adapters else service.model_name,
     }
     return ChatAnswer(body, service, source, opened, head)
 
@@ -297,7 +297,8 @@ async def _generate(
     prompt = body.shortened(prompt, service.max_model_len, len(media))
     slots = make_slots(media, service.text.placeholder_indices(prompt, len(media)))
     limit = service.token_limit(len(prompt), body.max_completion_tokens or body.max_tokens, "messages")
-    sampling = body.sampling(service.text, limit, service.sampling_defaults)
+    adapter = service.adapters.get(body.model or "", "")
+    sampling = body.sampling(service.text, limit, service.sampling_defaults, adapter)
     if sampling.prompt_logprobs is not None:
         check_prompt_logprobs(sampling.prompt_logprobs, len(prompt))
     job = Job(context.id, prompt, sampling, slots, media, body.priority or 0, body.field_of)

@@ -140,7 +140,8 @@ def _sampling(service: Service, body: CompletionRequest, num_prompt_tokens: int)
     """Return the sampling for a prompt. With max_tokens=0 a hidden token is generated, to score the prompt."""
     wanted = None if body.max_tokens is None else max(1, body.max_tokens)
     limit = service.token_limit(num_prompt_tokens, wanted, "prompt")
-    sampling = body.sampling(service.text, limit, service.sampling_defaults)
+    adapter = service.adapters.get(body.model or "", "")
+    sampling = body.sampling(service.text, limit, service.sampling_defaults, adapter)
     if sampling.prompt_logprobs is not None:
         check_prompt_logprobs(sampling.prompt_logprobs, num_prompt_tokens)
     if not body.echo or body.logprobs is None:

@@ -165,10 +165,12 @@ class GenerationRequest(StructuredFields, ABC):
                 raise unsupported(name, value)
         return self
 
-    def sampling(self, text: TextProcessor, max_tokens: int, defaults: Mapping[str, Any]) -> SamplingParams:
+    def sampling(
+        self, text: TextProcessor, max_tokens: int, defaults: Mapping[str, Any], adapter: str = ""
+    ) -> SamplingParams:
         """Return the sampling parameters, for at most `max_tokens` tokens of each sequence.
 
-        `defaults` hold for fields that are not given.
+        `defaults` hold for fields that are not given; `adapter` is the one that `model` names.
         Raises TriptychError("invalid_request") naming the field for combinations without meaning.
         """
         constraint = self.constraint()
@@ -200,6 +202,7 @@ class GenerationRequest(StructuredFields, ABC):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             grammar=None if constraint is None else constraint.grammar,
+            adapter=adapter,
         ).validate()
 
     def _chosen(self, defaults: Mapping[str, Any], *names: str) -> dict[str, Any]:
@@ -276,6 +279,7 @@ class GenerationRequest(StructuredFields, ABC):
         constraint = self.constraint()
         fields = {
             "bad_words_ids": "bad_words",
+            "adapter": "model",
             **dict.fromkeys(("n", "beam_width"), "n" if self.best_of is None else "best_of"),
             **({"grammar": constraint.field} if constraint is not None else {}),
         }

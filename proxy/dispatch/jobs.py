@@ -80,10 +80,12 @@ def cache_keys(job: Job) -> list[bytes]:
                  |----------------- k2 ---------------|            ... and k2 only with the same image
         list     [k2, k1, image]
 
-    With cross-attention a decoder's blocks depend on the inputs: inputs outside the prompt begin every chain.
+    With cross-attention a decoder's blocks depend on the inputs: inputs outside the prompt begin every chain. So does
+    the adapter, which is a key of its own as well.
     """
     in_prompt = {one.prompt_index: one.content_hash for one in job.slots if one.prompt_index is not None}
-    chain = "".join(one.content_hash for one in job.slots if one.prompt_index is None).encode()
+    adapter = [job.sampling.adapter] if job.sampling.adapter else []
+    chain = "".join([*adapter, *(one.content_hash for one in job.slots if one.prompt_index is None)]).encode()
     prefixes: list[bytes] = []
     tokens = job.prompt_token_ids
     for start in range(0, min(len(tokens) - CHUNK_TOKENS + 1, MAX_CHUNKS * CHUNK_TOKENS), CHUNK_TOKENS):
@@ -93,4 +95,4 @@ def cache_keys(job: Job) -> list[bytes]:
             digest.update(in_prompt[index].encode())
         chain = digest.digest()
         prefixes.append(chain)
-    return [*reversed(prefixes), *(one.content_hash.encode() for one in job.slots)]
+    return [*reversed(prefixes), *(one.content_hash.encode() for one in job.slots), *map(str.encode, adapter)]

@@ -65,6 +65,9 @@ HELP: Final[dict[str, str]] = {
     "encoder_cache_bytes_peak": "The most bytes that were ever in the encoder cache.",
     "encoder_cache_references": "References that requests hold to entries of the encoder cache.",
     "encoder_cache_hits_total": "Inputs that were in the encoder cache already.",
+    "adapters_loaded": "LoRA adapters in memory.",
+    "adapter_loads_total": "LoRA adapters read into memory.",
+    "adapter_evictions_total": "LoRA adapters given up for others.",
     "encoder_cache_evictions_total": "Entries of the encoder cache given up for others.",
     # keys and values, from prefill to decode
     "kv_offers_pending": "Offers of keys and values that wait for room.",

@@ -121,7 +121,7 @@ class Served:
         options = {"model": self.info.name, "temperature": 0, "max_tokens": max_tokens}
         options["extra_body"] = {"return_token_ids": True, **case.http.get("extra_body", {})}
         create = client.completions.create if "prompt" in case.http else client.chat.completions.create
-        return create, {**case.http, **options}
+        return create, {**options, **case.http, "extra_body": options["extra_body"]}
 
     async def _stream_transcription(
         self, client: openai.AsyncOpenAI, case: Case, max_tokens: int, begun: asyncio.Event
@@ -192,11 +192,12 @@ def serve(
     *,
     topology: str | None = None,
     block_sizes: Mapping[Role, int] | None = None,
+    lora_modules: Mapping[str, Path] | None = None,
     **engine: Any,
 ) -> Iterator[Served]:
     """A cluster for the length of a `with` block; afterwards its processes and its keys are gone.
 
-    `block_sizes` are those of roles that do not have `block_size`.
+    `block_sizes` are those of roles that do not have `block_size`; `lora_modules` are adapters by name.
     """
     info = load_model_info(str(folder))
     settings = Settings(
@@ -205,6 +206,7 @@ def serve(
         broker=broker_url,
         cluster=cluster,
         topology=topology,
+        lora_modules=tuple(f"{name}={path}" for name, path in (lora_modules or {}).items()),
         log_level="warning",
         engine=EngineConfig(num_threads=1, **engine),
     )

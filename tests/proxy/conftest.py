@@ -134,7 +134,7 @@ async def serving(
 ) -> AsyncIterator[ProxyHarness]:
     """A proxy in this loop, ready, with so many fake workers; `decoders` prefill themselves, `pairs` are so many that
     prefill and so many that decode."""
-    info = load_model_info(str(model))
+    info = load_model_info(str(model), fields.get("lora_modules", ()))
     name = f"test-{uuid.uuid4().hex[:8]}"
     settings = Settings(model=str(model), broker=broker_url, cluster=name, port=0, **fields)
     async with fake_cluster(redis, info, name) as cluster:

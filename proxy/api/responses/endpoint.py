@@ -119,7 +119,7 @@ class _Response:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": extra.get("max_tool_calls"),
-            "model": self.service.model_name,
+            "model": self.answer.head["model"],
             "output": list(self.output.items),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,

@@ -186,3 +186,15 @@ def test_a_map_of_many_keys_keeps_nearly_all_of_the_latest_and_never_grows():
     assert len(kept) > 450  # half of what there is room for: few sets of eight have had more
     assert all(memory.find([b"key %d" % number], [workers[number % 3]]) for number in kept)
     assert sum(map(bool, memory._instances)) == 1000
+
+
+def test_prompts_with_different_adapters_have_nothing_in_common_and_equal_ones_meet():
+    tokens = [1] * CHUNK_TOKENS
+    plain, one, two = (
+        cache_keys(Job("r", tokens, SamplingParams(adapter=adapter))) for adapter in ("", "verse", "prose")
+    )
+    assert len(plain) == 1
+    assert not {*plain} & {*one}
+    assert not {*one} & {*two}
+    [short] = cache_keys(Job("r", [2], SamplingParams(adapter="verse")))
+    assert one[-1] == short, "the adapter itself: it is in the memory of one worker already"
