@@ -240,7 +240,7 @@ def _too_little(
     beside: int,
 ) -> TriptychError:
     taken = [f"{in_words(step)} for a step of {config.max_num_batched_tokens} tokens"]
-    taken += [f"{in_words(beside)} for the encoder or the adapters beside it"] if beside else []
+    taken += [f"{in_words(beside)} for the encoder and adapters beside it"] if beside else []
     taken += [f"{in_words(encoder_cache)} for encoder outputs"] if encoder_cache else []
     taken += [f"{in_words(swap)} for swapping"] if swap and device.type == "cpu" else []
     message = (

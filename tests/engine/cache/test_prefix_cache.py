@@ -156,11 +156,13 @@ def hashes_of(
     content: str = "",
     *,
     uses_mrope: bool = False,
+    adapter: str = "",
     known: ListOf[bytes] = (),
 ) -> list[bytes]:
     """Return the chain of the first `num_tokens` tokens, with inputs at `spans` (start, end, content)."""
     inputs = [SimpleNamespace(start=a, end=b, slot=SimpleNamespace(content_hash=name)) for a, b, name in spans]
-    request: Any = SimpleNamespace(uses_mrope=uses_mrope, encoder_content=content, inputs=inputs)
+    sampling = SimpleNamespace(adapter=adapter)
+    request: Any = SimpleNamespace(uses_mrope=uses_mrope, encoder_content=content, sampling=sampling, inputs=inputs)
     sequence: Any = SimpleNamespace(token_ids=list(token_ids), hashes=list(known))
     return extend_hashes(request, sequence, num_tokens, SIZE)
 
@@ -216,10 +218,11 @@ def test_a_chain_names_tokens_inputs_and_all_before_them(tokens: list[int], star
         "picture": hashes_of(tokens, count, [(start, start + rows, "another")]),
         "root": hashes_of(tokens, count, inputs, "clip+18"),
         "grid": hashes_of(tokens, count, inputs, uses_mrope=True),
+        "adapter": hashes_of(tokens, count, inputs, adapter="polite"),
     }
     whole = len(tokens) // SIZE
-    assert [len(one) for one in made.values()] == [whole] * 5
-    first_change = {"token": place // SIZE, "picture": start // SIZE, "root": 0, "grid": 0}
+    assert [len(one) for one in made.values()] == [whole] * len(made)
+    first_change = {"token": place // SIZE, "picture": start // SIZE, "root": 0, "grid": 0, "adapter": 0}
     for name, first in first_change.items():
         same = [a == b for a, b in zip(made["one"], made[name], strict=True)]
         assert same == [index < first for index in range(whole)]

@@ -121,7 +121,7 @@ def watch(engine: DecoderEngine, waits: HostWaits) -> None:
 @pytest.mark.parametrize("replayed", [False, True], ids=["eager", "replayed"])
 def test_no_step_waits_for_the_device(info: ModelInfo, replayed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # A CPU chooses by looking, which is quicker there.
-    monkeypatch.setattr(Sampler, "_choose", lambda _, scores, sequences: choose_on_device(scores, sequences).tolist())
+    monkeypatch.setattr(Sampler, "_choose", lambda _, scores, sequences: choose_on_device(scores, sequences))
     waits = HostWaits()
     with flashinfer_on_cpu():
         engine = make_engine(info, num_blocks=80, attention_backend="flashinfer", async_scheduling=True)

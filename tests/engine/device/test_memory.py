@@ -161,7 +161,7 @@ def test_what_an_encoder_takes_is_not_the_decoders(device: str, monkeypatch: pyt
     assert alone.budget is not None
     assert beside.budget == alone.budget - 300 * MIB
     assert beside.kv_cache == alone.kv_cache - 300 * MIB > 0
-    with pytest.raises(TriptychError, match="900 MiB for the encoder beside it"):
+    with pytest.raises(TriptychError, match="900 MiB for the encoder and adapters beside it"):
         size_decoder(config, TEXT_NEEDS, torch.device(device), 0, 50 * MIB, beside=900 * MIB)
 
 

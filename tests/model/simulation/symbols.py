@@ -97,6 +97,7 @@ class SymbolicRunner(DecoderRunner):
         assert config.encoder_cache_bytes is not None
         self.info = info
         self.device, self.dtype, self.graphs = torch.device("cpu"), torch.float32, None
+        self.adapters = None
         self.spec = DecoderSpec(
             num_layers=1,
             num_heads=1,
