@@ -342,7 +342,7 @@ def test_a_decoder_process_stays_within_weights_pools_and_300_mb(tmp_path: Path)
 
 @linux_only
 @pytest.mark.slow
-def test_an_encoder_process_stays_within_weights_batch_and_300_mb(tmp_path: Path) -> None:
+def test_an_encoder_process_stays_within_weights_batch_and_330_mb(tmp_path: Path) -> None:
     """Whisper tiny's encoder with four full windows waiting. Importing transformers' modules takes 108 MB of it, which
     a decoder does not need."""
     sizes = {"d_model": 384, "encoder_layers": 4, "encoder_ffn_dim": 1536, "encoder_attention_heads": 6}
@@ -350,4 +350,4 @@ def test_an_encoder_process_stays_within_weights_batch_and_300_mb(tmp_path: Path
     stats, peak = run_alone(_ENCODER, folder)
     assert stats["encoder_items_total"] == 4
     assert stats["memory_weights_bytes"] > 28e6
-    assert peak < stats["memory_weights_bytes"] + stats["memory_activation_bytes"] + 300e6
+    assert peak < stats["memory_weights_bytes"] + stats["memory_activation_bytes"] + 330e6
