@@ -205,7 +205,9 @@ class Settings(BaseSettings):
     api_key: SecretStr | None = _setting(
         None, "Key that clients of the API must send.", shown="no key needed", min_length=1
     )
-    api_key_file: Path | None = _setting(None, "File with the keys that clients may send, one per line.", "Keys")
+    api_key_file: Path | None = _setting(
+        None, "File with the keys that clients may send, one per line; read again when it changes.", "Keys"
+    )
     metrics_without_key: bool = _setting(False, "Serve /metrics to everybody, whatever keys there are.", "Keys")
     served_model_name: Annotated[tuple[str, ...] | None, NoDecode] = _setting(
         None,

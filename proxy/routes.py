@@ -10,8 +10,8 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from common.errors import TriptychError
+from common.http.auth import ApiKeys
 from common.http.drain import drain_answer, wait_of
-from common.keys import api_keys
 from proxy.api.chat import chat_completions
 from proxy.api.completions import completions
 from proxy.api.responses.endpoint import responses
@@ -29,7 +29,7 @@ def make_router(service: Service) -> APIRouter:
     """All routes of the proxy over one service."""
     router = APIRouter()
     limit = service.settings.max_body_bytes
-    keys = api_keys(service.settings)
+    keys = ApiKeys(service.settings)
 
     def has_key(request: Request) -> bool:
         """Return whether the caller of an open path may see details of the cluster: a key, or no keys at all."""

@@ -8,17 +8,20 @@ path                      with keys configured          without
 all others                a key                         open
 
 "A key" means an API key; a worker accepts the cluster's token as well. "Without" means: no API key for the proxy,
-neither API key nor cluster key for a worker.
+neither API key nor cluster key for a worker. A key that comes into the file, or leaves it, counts from the next call.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from common.config import Settings
-from common.keys import api_keys, cluster_token, may_control
+from common.errors import TriptychError
+from common.keys import TokenSet, api_keys, cluster_token, may_control
+from common.telemetry import get_logger
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -29,6 +32,43 @@ CONTROL_PATHS: Final = ("/drain", "/switch")
 LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "::1")
 _OPEN_PATHS: Final = frozenset({"/health", "/ready", "/ping"})
 _METRICS_PATHS: Final = frozenset({"/metrics", "/metrics/cluster", "/metrics/targets"})
+
+log = get_logger()
+
+
+class ApiKeys:
+    """The keys of the API's users, read again once their file has changed.
+
+    A file that cannot be read, or has no key any more, changes nothing: the last keys stay, and the log says why.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises TriptychError("invalid_request") for a file that cannot be read or has no key."""
+        self._settings = settings
+        self._version = self._look()
+        self._keys: TokenSet = api_keys(settings)
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def accepts(self, authorization: str | None) -> bool:
+        """Return whether an `Authorization` header holds one of the keys."""
+        if (version := self._look()) != self._version:
+            self._version = version
+            try:
+                self._keys = api_keys(self._settings)
+                log.info("API keys read again", file=str(self._settings.api_key_file))
+            except TriptychError as error:
+                log.error("the API keys stay as they were", error=error.info.message)
+        return self._keys.accepts(authorization)
+
+    def _look(self) -> tuple[int, ...] | None:
+        """Return what tells one content of the file from the next: also where a link now names another file."""
+        try:
+            found = None if self._settings.api_key_file is None else os.stat(self._settings.api_key_file)
+        except OSError:
+            return None
+        return None if found is None else (found.st_mtime_ns, found.st_size, found.st_ino)
 
 
 @dataclass(eq=False, repr=False)
@@ -52,8 +92,7 @@ class RequireKey:
 
 def proxy_guard(settings: Settings) -> Guard:
     """Return the guard of the OpenAI API. Raises TriptychError("invalid_request") for a key file without keys."""
-    keys = api_keys(settings)
-    token, open_paths = cluster_token(settings), _open_paths(settings)
+    keys, token, open_paths = ApiKeys(settings), cluster_token(settings), _open_paths(settings)
 
     def allows(path: str, header: str | None, client: str | None) -> bool:
         if path in CONTROL_PATHS:
@@ -65,8 +104,7 @@ def proxy_guard(settings: Settings) -> Guard:
 
 def worker_guard(settings: Settings) -> Guard:
     """Return the guard of a worker's endpoints. Raises TriptychError("invalid_request") for unreadable key files."""
-    keys, token = api_keys(settings), cluster_token(settings)
-    open_paths = _open_paths(settings)
+    keys, token, open_paths = ApiKeys(settings), cluster_token(settings), _open_paths(settings)
 
     def allows(path: str, header: str | None, client: str | None) -> bool:
         if path in CONTROL_PATHS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -15,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from common.config import Settings
+from common.errors import TriptychError
 from common.keys import bearer, cluster_token, own_api_key
 from common.messages import InstanceRecord
 from common.telemetry import get_logger
@@ -35,10 +37,7 @@ class ClusterMetrics:
 
     _service: Service
     _running: asyncio.Task[bytes] | None = None
-    _headers: Mapping[str, Mapping[str, str]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._headers = _headers(self._service.settings)
+    _headers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     async def render(self) -> bytes:
         """Return Prometheus' text format, each sample with `instance` and `role`, after DEADLINE_S at the latest."""
@@ -48,6 +47,8 @@ class ClusterMetrics:
 
     async def _scrape(self) -> bytes:
         service = self._service
+        with contextlib.suppress(TriptychError):  # a key file that is being written: the last keys stay
+            self._headers = _headers(service.settings)
         own = service.instance_id
         others = [record for name, record in service.pool.seen.items() if name != own]
         limits = httpx.Limits(max_connections=MAX_CONNECTIONS)

@@ -7,6 +7,7 @@ import asyncio
 import httpx
 import openai
 import pytest
+import structlog
 from pydantic import SecretStr
 
 from common.config import Settings
@@ -140,6 +141,50 @@ def test_a_file_without_keys_opens_nothing_by_accident(tmp_path, text):
         proxy_guard(Settings(api_key_file=file))
     with pytest.raises(TriptychError, match="cannot read api_key_file"):
         proxy_guard(Settings(api_key_file=tmp_path / "missing"))
+
+
+async def test_keys_come_and_go_with_the_file_and_nobody_is_restarted(serve, tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("sk-one\nsk-two\n")
+    async with serve(api_key_file=file) as rig:
+
+        async def status(key: str, path: str = "/v1/models") -> int:
+            return (await rig.http.get(path, headers={"Authorization": bearer(key)})).status_code
+
+        assert [await status(key) for key in ("sk-one", "sk-two", "sk-three")] == [200, 200, 401]
+        (tmp_path / "new").write_text("sk-two\nsk-three\n")
+        (tmp_path / "new").rename(file)
+        assert [await status(key) for key in ("sk-one", "sk-two", "sk-three")] == [401, 200, 200]
+        assert await status("sk-three", "/metrics/cluster") == 200
+
+
+@pytest.mark.parametrize("text", ["", "# nobody\n", None])
+def test_a_file_that_loses_its_keys_or_itself_locks_nobody_out_and_lets_nobody_in(tmp_path, text):
+    file = tmp_path / "keys"
+    file.write_text("sk-one\n")
+    guards = [proxy_guard(Settings(api_key_file=file)), worker_guard(Settings(api_key_file=file))]
+    file.unlink() if text is None else file.write_text(text)
+    with structlog.testing.capture_logs() as logs:
+        for allows in guards * 2:
+            assert allows("/metrics", bearer("sk-one"), None)
+            assert not allows("/metrics", bearer("sk-other"), None)
+    assert [one["event"] for one in logs] == ["the API keys stay as they were"] * 2, "once for each change"
+    file.write_text("sk-other\n")
+    assert all(allows("/metrics", bearer("sk-other"), None) for allows in guards)
+
+
+def test_a_link_to_another_file_is_another_list(tmp_path):
+    """As Kubernetes exchanges the files of a Secret."""
+    for name in ("one", "two"):
+        (tmp_path / name).write_text(f"sk-{name}\n")
+    file = tmp_path / "keys"
+    file.symlink_to("one")
+    allows = proxy_guard(Settings(api_key_file=file))
+    assert allows("/v1/models", bearer("sk-one"), None)
+    (tmp_path / "next").symlink_to("two")
+    (tmp_path / "next").rename(file)
+    assert allows("/v1/models", bearer("sk-two"), None)
+    assert not allows("/v1/models", bearer("sk-one"), None)
 
 
 def test_without_keys_the_api_is_open():
