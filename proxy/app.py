@@ -116,7 +116,7 @@ def make_app(service: Service, port: int) -> FastAPI:
     app.openapi = openapi.document  # type: ignore[method-assign]
     app.include_router(make_router(service))
     app.add_middleware(RequireKey, guard=proxy_guard(service.settings), refusal=errors.refusal)
-    app.add_middleware(CountRequests, metrics=service.metrics)
+    app.add_middleware(CountRequests, metrics=service.metrics, is_draining=lambda: service.admission.draining)
     if origins := service.settings.allowed_origins:  # outermost: a preflight has no key
         methods, exposed = ("GET", "POST"), ("x-request-id", "retry-after")
         app.add_middleware(

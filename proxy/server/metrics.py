@@ -114,10 +114,14 @@ class ProxyMetrics:
 
 @dataclass(eq=False, repr=False)
 class CountRequests:
-    """Middleware that counts requests by route and status. Plain ASGI: streams and disconnects pass untouched."""
+    """Middleware that counts requests by route and status. Plain ASGI: streams and disconnects pass untouched.
+
+    A draining proxy closes the connection of each answer: a client that keeps its connections comes to another proxy.
+    """
 
     app: ASGIApp
     metrics: ProxyMetrics
+    is_draining: Callable[[], bool] = lambda: False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -129,6 +133,8 @@ class CountRequests:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if self.is_draining():
+                    message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
             await send(message)
 
         try:

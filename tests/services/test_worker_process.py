@@ -211,6 +211,22 @@ async def test_a_dead_engine_or_role_ends_the_process_with_an_error(
     assert await redis.keys("c:*") == []
 
 
+async def test_a_long_step_costs_neither_liveness_nor_readiness(broker_url: str, redis: Redis) -> None:
+    begun, release = threading.Event(), threading.Event()
+
+    def step(_: object) -> None:
+        begun.set()
+        release.wait(20)
+
+    async with worker(broker_url, redis) as running:
+        await running.record()
+        running.role.thread.submit(step)
+        assert await asyncio.to_thread(begun.wait, 5)
+        assert [(await running.get(path)).status_code for path in ("/health", "/ready")] == [200, 200]
+        assert running.role.thread.busy_s > 0, "in the same step still"
+        release.set()
+
+
 async def test_an_engine_that_hangs_ends_the_process_and_its_place_in_the_cluster(
     broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from common.errors import TriptychError
+from common.http import drain
 from common.keys import ClusterKey, bearer
 from launch.cli.members import Members
 from proxy.server import request_context
@@ -44,6 +45,34 @@ async def test_a_request_that_comes_all_the_same_is_served(serve):
     async with serve() as rig:
         await rig.http.post("/drain")
         assert (await rig.chat()).choices
+
+
+async def test_a_draining_proxy_sends_clients_that_keep_their_connections_to_another(serve):
+    async with serve() as rig:
+        body = {"model": rig.service.model_name, "prompt": "hi", "max_tokens": 2}
+        assert "connection" not in (await rig.http.post("/v1/completions", json=body)).headers
+        await rig.http.post("/drain")
+        served = await rig.http.post("/v1/completions", json=body)
+        assert (served.status_code, served.headers["connection"]) == (200, "close")
+
+
+async def test_a_containers_last_command_returns_when_nothing_is_under_way(serve, monkeypatch):
+    async with serve() as rig:
+        monkeypatch.setenv("TRIPTYCH_PORT", str(rig.http.base_url.port))
+        rig.cluster.decoders[0].pause_after = 1
+        stream = await rig.chat(stream=True)
+        await anext(aiter(stream))
+        assert await asyncio.to_thread(drain.main, "0.2") == '{"status":"draining","outstanding":1}'
+        await stream.close()
+        assert await asyncio.to_thread(drain.main, "30") is None
+
+
+async def test_a_containers_last_command_shows_the_clusters_token(serve, monkeypatch):
+    async with serve(encoders=0, decoders=0, cluster_key=KEY) as rig:
+        monkeypatch.setenv("TRIPTYCH_PORT", str(rig.http.base_url.port))
+        assert await asyncio.to_thread(drain.main, "1") == "cannot drain: HTTP Error 401: Unauthorized"
+        monkeypatch.setenv("TRIPTYCH_CLUSTER_KEY", KEY)
+        assert await asyncio.to_thread(drain.main, "30") is None
 
 
 @pytest.mark.parametrize("wait", ["-1", "nan", "inf", "soon", "1e9"])
