@@ -43,10 +43,12 @@ RUN --mount=type=bind,from=wheels,target=/wheels \
 FROM proxy-packages AS worker-packages
 # cpu: refuses builds of torch that bring CUDA along; cuda: takes them.
 ARG TORCH=cpu
+# Other extras of pyproject.toml: "broker ray" for nodes of a Ray cluster.
+ARG EXTRAS
 COPY constraints-cpu.txt .ci/check_torch.py ./
 RUN --mount=type=bind,from=wheels,target=/wheels \
     if [ "$TORCH" = cpu ]; then export PIP_CONSTRAINT=constraints-cpu.txt && python check_torch.py constraints-cpu.txt; fi && \
-    python requirements.py pyproject.toml worker $([ "$TORCH" != cuda ] || echo cuda) > requirements.txt && \
+    python requirements.py pyproject.toml worker $EXTRAS $([ "$TORCH" != cuda ] || echo cuda) > requirements.txt && \
     pip install --requirement requirements.txt && \
     rm -rf /opt/venv/lib/python3.*/site-packages/torch/test
 

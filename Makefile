@@ -16,7 +16,7 @@ export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-rest test-lowest lint format bench model chaos fuzz page-test soak ray-test compose-test dist gpu-check gpu-sources clean distclean
+.PHONY: help demo test test-all test-rest test-lowest lint format bench model chaos fuzz page-test soak ray-test compose-test helm-test dist gpu-check gpu-sources clean distclean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -83,6 +83,9 @@ ray-test: $(VENV)/test.stamp ## Run on a Ray cluster of three nodes with address
 
 compose-test: ## Build the images, run clusters in containers, ask them, kill and restart their workers.
 	@python=$$(.ci/find_python "$(PYTHON)") && PYTHON="$$python" tools/compose/test.sh
+
+helm-test: ## Render the Helm chart for a matrix of values, and check every object (Linux on x86-64).
+	@python=$$(.ci/find_python "$(PYTHON)") && PYTHON="$$python" tools/kubernetes/test.sh
 
 # Images where a Docker engine answers. Nothing is published.
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
