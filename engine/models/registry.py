@@ -14,11 +14,11 @@ from common.config import LoadFormat
 from common.errors import TriptychError
 from common.model_info import ModelInfo
 from engine.models.base import DecoderModel, EncoderModel, LoadReport, Sources
-from engine.models.dummy import draw_weights
 from engine.models.layers import Linear
-from engine.models.loader import load_weights
+from engine.models.loading.dummy import draw_weights
+from engine.models.loading.loader import load_weights
+from engine.models.loading.skeleton import without_memory
 from engine.models.quantised.weight import SmallWeight, quantise_int8
-from engine.models.skeleton import without_memory
 
 
 def make_decoder(info: ModelInfo) -> DecoderModel:

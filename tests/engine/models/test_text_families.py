@@ -51,6 +51,13 @@ def test_windows_of_the_upper_layers_of_qwen_equal_transformers(
     assert_equal_logits(logits_of(decoder_of(folder), input_ids), transformers_logits(folder, input_ids))
 
 
+def test_a_window_of_a_model_whose_layers_nobody_named_is_refused(tmp_path: Path) -> None:
+    folder = make_mistral(tmp_path / "model")
+    edit_json(folder / "config.json", lambda config: {**config, "model_type": "phi3"})
+    with pytest.raises(ValueError, match="sliding_window of model_type 'phi3' is not supported"):
+        read_text_config(load_model_info(str(folder)))
+
+
 def test_what_a_config_does_not_say_about_windows_is_as_in_transformers(tmp_path: Path) -> None:
     folder = make_mistral(tmp_path / "model", max_position_embeddings=8192)
     edit_json(folder / "config.json", lambda config: {k: v for k, v in config.items() if k != "sliding_window"})

@@ -36,4 +36,4 @@ def test_sizes_names_and_prose_are_counted() -> None:
 def test_a_figure_over_its_limit_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert show({"README lines": 120, "test lines": 10**9})
     assert not show({"README lines": 121})
-    assert "over their limit: README lines" in capsys.readouterr().out
+    assert "over its limit: README lines: move details" in capsys.readouterr().out

@@ -23,7 +23,7 @@ from engine.attention.torch_backend import TorchBackend
 from engine.core.decoder_engine import DecoderEngine
 from engine.core.encoder_engine import EncoderEngine
 from engine.models.base import DecoderModel
-from engine.models.skeleton import without_memory
+from engine.models.loading.skeleton import without_memory
 from engine.state.spec import HeadSpec
 from tests.fake_flashinfer.installed import flashinfer_on_cpu
 from tests.plain_recorder import PlainRecorder
