@@ -7,4 +7,4 @@ from tools.house.pages import pages
 
 def test_the_tables_of_settings_and_metrics_are_current() -> None:
     for page, text in pages().items():
-        assert page.read_text() == text, "run: python -m tools.house.pages"
+        assert page.read_text() == text, "run: .venv/bin/python -m tools.house.pages"

@@ -7,9 +7,12 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import msgspec
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent
@@ -92,6 +95,26 @@ GOLDENS = {f.__name__: f for f in (messages, transports, openapi, metrics, setti
 
 def read(name: str) -> Any:
     return json.loads((FOLDER / f"{name}.json").read_text())
+
+
+def differences(before: Any, now: Any, place: str = "") -> list[str]:
+    """Every place where two records differ, with both values; encoded messages are compared field by field."""
+    before, now = _plain(before), _plain(now)
+    if isinstance(before, dict) and isinstance(now, dict):
+        pairs = [(key, before.get(key, "(absent)"), now.get(key, "(absent)")) for key in {**before, **now}]
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        pairs = [(number, *pair) for number, pair in enumerate(zip(before, now, strict=True))]
+    else:
+        return [] if before == now else [f"{place}: recorded {before!r:.100}, now {now!r:.100}"]
+    return [line for key, *pair in pairs for line in differences(*pair, f"{place}/{key}")]
+
+
+def _plain(value: Any) -> Any:
+    """What an encoded message holds; other values stay as they are."""
+    if isinstance(value, str) and len(value) > 2 and re.fullmatch(r"([0-9a-f]{2})+", value):
+        with suppress(msgspec.DecodeError, UnicodeDecodeError):
+            return msgspec.msgpack.decode(bytes.fromhex(value))
+    return value
 
 
 def _trees(*folders: str) -> Iterator[ast.Module]:

@@ -38,7 +38,10 @@ def test_every_field_is_documented_and_no_other(heading: str) -> None:
     if model in (ChatRequest, CompletionRequest):
         common = set(GenerationRequest.model_fields)
         fields -= common
-    assert _documented(heading) == fields
+    missing, unknown = fields - _documented(heading), _documented(heading) - fields
+    table = f"the first table under {heading!r} of docs/reference/api.md"
+    assert not missing, f"{table} lacks {sorted(missing)}"
+    assert not unknown, f"{table} has unknown fields: {sorted(unknown)}"
 
 
 @pytest.mark.parametrize(("kind", "path", "of", "text"), EXAMPLES, ids=[str(i) for i in range(len(EXAMPLES))])

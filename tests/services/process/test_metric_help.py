@@ -22,7 +22,8 @@ from services.worker_process import WorkerProcess
 @pytest.mark.parametrize("engine", [DecoderEngine, EncoderEngine])
 def test_the_engines_numbers_have_help_texts(engine: type[DecoderEngine] | type[EncoderEngine]) -> None:
     stats = engine(load_model_info("signpost"), EngineConfig(num_threads=1, kv_cache_bytes=2**20), "w0").stats()
-    assert {name for name in stats if name not in HELP} == set()
+    missing = {name for name in stats if name not in HELP}
+    assert not missing, f"no help text in services/process/metric_help.py: {sorted(missing)}"
     metrics = WorkerMetrics()
     metrics.engine_stats[engine] = stats
     page = metrics.render().decode()
@@ -62,6 +63,7 @@ async def test_a_workers_own_numbers_have_help_texts(role: Callable[[WorkerConte
     shell = WorkerProcess(settings, load_model_info("signpost"), "float32", role)
     try:
         metrics = shell._context.metrics
-        assert {name for name in (*metrics.gauges, *metrics.tallies) if name not in HELP} == set()
+        missing = {name for name in (*metrics.gauges, *metrics.tallies) if name not in HELP}
+        assert not missing, f"no help text in services/process/metric_help.py: {sorted(missing)}"
     finally:
         await shell._close()
