@@ -86,7 +86,7 @@ async def begin_answer(service: Service, context: RequestContext, body: ChatRequ
         "id": context.id,
         "object": "chat.completion.chunk" if body.stream else "chat.completion",
         "created": int(context.created_s),
-        "model": body.model if body.model in service.adapters else service.model_name,
+        "model": body.model or service.model_name,
     }
     return ChatAnswer(body, service, source, opened, head)
 

@@ -41,7 +41,7 @@ async def completions(service: Service, context: RequestContext) -> AsyncGenerat
         "id": context.id,
         "object": "text_completion",
         "created": int(context.created_s),
-        "model": body.model if body.model in service.adapters else service.model_name,
+        "model": body.model or service.model_name,
     }
     async with Merge[tuple[int, Delta]]() as merged:
         for number, text in enumerate(texts):

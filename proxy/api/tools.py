@@ -65,9 +65,30 @@ class NamedToolChoice(BaseModel):
     function: NamedFunction
 
 
+class AllowedTools(BaseModel):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedToolChoice], FIRST_ERROR] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+class AllowedToolChoice(BaseModel):
+    """Some of the tools, and the choice among them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _choice_tag(value: Any) -> str:
+    if isinstance(value, str):
+        return "WORD"
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "ALLOWED" if kind == "allowed_tools" else "NAMED"
+
+
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("WORD")] | Annotated[NamedToolChoice, Tag("NAMED")],
-    Discriminator(lambda value: "WORD" if isinstance(value, str) else "NAMED"),
+    Annotated[Literal["none", "auto", "required"], Tag("WORD")]
+    | Annotated[NamedToolChoice, Tag("NAMED")]
+    | Annotated[AllowedToolChoice, Tag("ALLOWED")],
+    Discriminator(_choice_tag),
 ]
 
 
@@ -113,22 +134,30 @@ class ToolFields(BaseModel):
         return given
 
     def check_tools(self) -> None:
-        """Raise TriptychError("invalid_request") naming the wrong field or tool."""
+        """Raise TriptychError("invalid_request") naming the wrong field or tool.
+
+        A choice of allowed tools becomes these tools alone, with the mode as the choice.
+        """
         known: set[str] = set()
         for i, tool in enumerate(self.tools or ()):
             tool.function.check(f"tools[{i}].function")
             if tool.function.name in known:
                 raise invalid(f"two tools are named {tool.function.name!r}", f"tools[{i}].function.name")
             known.add(tool.function.name)
-        if self.tool_choice in (None, "none", "auto"):
+        choice = self.tool_choice
+        if choice in (None, "none", "auto"):
             return
         if not known:
             raise invalid("tool_choice asks for a call, which needs tools", "tool_choice")
-        if self.forced_name is not None and self.forced_name not in known:
-            message = (
-                f"tool_choice names {self.forced_name!r:.80}, which is none of the tools: {', '.join(sorted(known))}"
-            )
-            raise invalid(message[:1000], "tool_choice")
+        allowed = choice.allowed_tools.tools if isinstance(choice, AllowedToolChoice) else []
+        names = [one.function.name for one in ([choice] if isinstance(choice, NamedToolChoice) else allowed)]
+        for name in names:
+            if name not in known:
+                message = f"tool_choice names {name!r:.80}, which is none of the tools: {', '.join(sorted(known))}"
+                raise invalid(message[:1000], "tool_choice")
+        if isinstance(choice, AllowedToolChoice):
+            self.tools = [tool for tool in self.tools or () if tool.function.name in names]
+            self.tool_choice = choice.allowed_tools.mode
 
     @property
     def forced_name(self) -> str | None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 from common.sampling_params import Grammar
 from proxy.conversation.calls import Schemas
@@ -17,6 +18,9 @@ from proxy.conversation.parts import AnswerPart, content
 
 MAX_FORCED_CALLS: Final = 16
 """Most calls of an answer that must have one: a weak model would list calls up to the end of the context."""
+_VALUES: Final = frozenset(("const", "default", "enum", "example", "examples"))
+_COMPOSED: Final = frozenset(("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "unevaluatedProperties"))
+"""Keywords that may add properties to an object."""
 _HEAD: Final = re.compile(r'\s*\}?\s*[\[,]\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"parameters"\s*:\s*(?=\{)')
 
 
@@ -33,8 +37,23 @@ def call_grammar(tools: Schemas, name: str | None = None, *, single: bool = Fals
 
 
 def _arguments(tools: Schemas, name: str) -> str:
-    schema = {"type": "object", **(tools[name] or {}), "x-guidance": {"whitespace_flexible": False}}
+    schema = {"type": "object", **_closed(tools[name] or {}), "x-guidance": {"whitespace_flexible": False}}
     return "%json " + json.dumps(schema)
+
+
+def _closed(schema: Any) -> Any:
+    """Return a JSON schema whose objects have no properties but those it lists, unless it says otherwise.
+
+    A weak model would invent properties up to the end of the context. vLLM's grammars are closed in the same way.
+    """
+    if isinstance(schema, list):
+        return [_closed(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    closed = {name: value if name in _VALUES else _closed(value) for name, value in schema.items()}
+    if "properties" in closed and not closed.keys() & _COMPOSED:
+        closed.setdefault("additionalProperties", False)
+    return closed
 
 
 class NamedCall:

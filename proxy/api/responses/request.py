@@ -102,12 +102,9 @@ class ResponsesRequest(BaseModel):
             "max_completion_tokens": self.max_output_tokens,
             "parallel_tool_calls": self.parallel_tool_calls,
             "tools": [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or ())],
-            "tool_choice": self.tool_choice,
+            "tool_choice": _choice(self.tool_choice),
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
         }
-        if isinstance(self.tool_choice, dict):
-            named = {"name": self.tool_choice.get("name")}
-            chat["tool_choice"] = {"type": self.tool_choice.get("type"), "function": named}
         form = None if self.text is None else self.text.format
         if form is not None and form.type != "text":
             schema = {"name": form.name, "schema": form.schema_}
@@ -198,3 +195,14 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     if kind != "function":
         raise invalid(f"{where}: tools are functions here, not {kind!r:.60}", where)
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _choice(given: Any) -> Any:
+    """Return the tool choice of a chat."""
+    if not isinstance(given, dict):
+        return given
+    if given.get("type") != "allowed_tools":
+        return {"type": given.get("type"), "function": {"name": given.get("name")}}
+    tools = given.get("tools")
+    allowed = {"mode": given.get("mode"), "tools": list(map(_choice, tools)) if isinstance(tools, list) else tools}
+    return {"type": "allowed_tools", "allowed_tools": allowed}

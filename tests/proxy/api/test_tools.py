@@ -50,6 +50,11 @@ async def tool_rig(serve, long_text_model):
         yield rig
 
 
+def allowed(*names):
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": tools}}
+
+
 def answers(rig, text):
     rig.cluster.decoders[0].answer = lambda message: text
 
@@ -168,6 +173,15 @@ async def test_a_named_call_is_its_arguments(tool_rig, stream):
     assert "now" not in grammar.text
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_only_allowed_tools_are_shown_and_called(tool_rig, mode):
+    answers(tool_rig, CALLS if mode == "auto" else '[{"name": "now", "parameters": {}}]')
+    choice = {"type": "allowed_tools", "allowed_tools": {**allowed("now")["allowed_tools"], "mode": mode}}
+    message = (await ask(tool_rig, tool_choice=choice)).choices[0].message
+    assert [call.function.name for call in message.tool_calls] == ["now"]
+    assert "get_weather" not in prompt(tool_rig)
+
+
 async def test_a_forced_call_that_is_cut_ends_with_length(tool_rig):
     answers(tool_rig, '[{"name": "get_weather", "parameters": {"city": "Rome"}}]')
     whole = len(tool_rig.cluster.text.encode('[{"name": "get_weather", "parameters": {"ci'))
@@ -219,6 +233,8 @@ async def test_a_template_without_tools_gets_them_as_text(serve, long_text_model
         ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools[0].type", "function"),
         ({"tool_choice": {"type": "function", "function": {"name": "b"}}}, "tool_choice", "get_weather"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tool_choice": allowed("b")}, "tool_choice", "'b'"),
+        ({"tool_choice": allowed()}, "tool_choice.allowed_tools.tools", "at least 1"),
         ({"tool_choice": "always"}, "tool_choice", "required"),
         ({"functions": [{"name": "a"}]}, "functions", "send tools"),
         ({"function_call": {"name": "a"}}, "function_call", "tool_choice"),

@@ -20,7 +20,7 @@ async def test_models_health_and_readiness(serve):
     async with serve(served_model_name=("signs", "whisper-1")) as rig:
         assert [model.id async for model in await rig.client.models.list()] == ["signs", "whisper-1"]
         assert (await rig.client.models.retrieve("whisper-1")).id == "whisper-1"
-        assert (await rig.chat(model="whisper-1")).model == "signs"
+        assert (await rig.chat(model="whisper-1")).model == "whisper-1"
         assert (await rig.http.get("/health")).status_code == 200
         await eventually(lambda: rig.service.pool.broker_reachable)
         assert (await rig.http.get("/ready")).status_code == 200
