@@ -16,7 +16,7 @@ export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-rest test-lowest lint format bench model chaos fuzz page-test soak ray-test compose-test helm-test dist gpu-check gpu-sources clean distclean
+.PHONY: help demo test test-all test-rest test-lowest lint format bench model chaos fuzz page-test clients-test soak ray-test compose-test helm-test dist gpu-check gpu-sources clean distclean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,20 @@ page-test: $(VENV)/page.stamp ## The page in a real Chromium over real clusters;
 
 $(VENV)/page.stamp: $(VENV)/test.stamp
 	@$(PIP) install --quiet 'playwright>=1.49,<2'
+	@touch $@
+
+CLIENTS := build/clients
+clients-test: $(VENV)/test.stamp $(CLIENTS)/agents.stamp $(CLIENTS)/routers.stamp $(CLIENTS)/node.stamp ## Clients that others wrote (LangChain, LiteLLM, the AI SDK …), in environments of their own (needs npm); RECORD=1 writes their table.
+	@$(if $(RECORD),CLIENTS_RECORD=1) $(BIN)/python -m pytest -n 0 -m clients tests/clients $(ARGS)
+
+$(CLIENTS)/node.stamp: tests/clients/packages/package-lock.json
+	@mkdir -p $(CLIENTS)/node && cp tests/clients/packages/package*.json $(CLIENTS)/node/
+	@npm ci --silent --no-audit --no-fund --ignore-scripts --prefix $(CLIENTS)/node
+	@touch $@
+
+$(CLIENTS)/%.stamp: tests/clients/packages/%.txt $(BIN)/python
+	@$(BIN)/python -m venv $(CLIENTS)/$*
+	@$(CLIENTS)/$*/bin/python -m pip install --quiet -r $<
 	@touch $@
 
 MINUTES ?= 60
