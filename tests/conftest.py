@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import ssl
 from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,19 @@ COMPARING = frozenset(
 )
 """Their clusters are asked for answers alone: nothing is killed, no moment matters, and what is left is looked for by
 each cluster's own name."""
+
+_create_context = ssl.create_default_context
+
+
+def pytest_configure() -> None:
+    """HTTP clients read the world's certificates for 30 ms each, also those that speak plain HTTP: here, once."""
+    shared = cache(_create_context)
+
+    def create(*args: Any, **kwargs: Any) -> ssl.SSLContext:
+        alone = not args and kwargs.keys() == {"cafile"}
+        return (shared if alone else _create_context)(*args, **kwargs)
+
+    ssl.create_default_context = create
 
 
 @pytest.fixture

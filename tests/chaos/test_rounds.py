@@ -48,8 +48,8 @@ def _smoke(*faults: Fault) -> object:
     "faults",
     [
         _smoke(Fault("kill", "e0", 0.7), Fault("kill", "d0", 1.1)),
-        _smoke(Fault("kill", "broker", 0.8), Fault("kill", "p0", 0.9)),
-        _smoke(Fault("kill", "pd0", 0.9)),
+        (Fault("kill", "broker", 0.8), Fault("kill", "p0", 0.9)),
+        (Fault("kill", "pd0", 0.9),),
         _smoke(Fault("kill", "proxy", 1.0)),
         (Fault("flush", "broker", 0.5), Fault("drop", "d1>broker", 0.8, 1.5)),
     ],

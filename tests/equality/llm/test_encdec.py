@@ -35,7 +35,9 @@ def setup(request: pytest.FixtureRequest, folder_of: FolderOf, cases_of: CasesOf
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("steps_between", [0, 3], ids=["at once", "staggered"])
+@pytest.mark.parametrize(
+    "steps_between", [pytest.param(0, marks=pytest.mark.slow, id="at once"), pytest.param(3, id="staggered")]
+)
 def test_tokens_equal_transformers(setup: Setup, options: dict[str, Any], steps_between: int) -> None:
     folder, cases = setup
     llm = LLM(folder, **options)
@@ -49,7 +51,7 @@ def test_the_cases_are_worth_comparing(setup: Setup) -> None:
     assert sum(len(set(answer)) for answer in answers) > 6 * len(answers)
 
 
-@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("block_size", [4, pytest.param(16, marks=pytest.mark.slow)])
 def test_tokens_equal_transformers_when_the_pool_is_too_small_for_all(setup: Setup, block_size: int) -> None:
     folder, cases = setup
     longest = max(len(case.prompt) for case in cases) + MAX_TOKENS

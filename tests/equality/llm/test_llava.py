@@ -29,7 +29,9 @@ def setup(request: pytest.FixtureRequest, folder_of: FolderOf, cases_of: CasesOf
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("steps_between", [0, 2], ids=["at once", "staggered"])
+@pytest.mark.parametrize(
+    "steps_between", [pytest.param(0, marks=pytest.mark.slow, id="at once"), pytest.param(2, id="staggered")]
+)
 def test_tokens_equal_transformers(setup: Setup, options: dict[str, Any], steps_between: int) -> None:
     folder, cases, _ = setup
     llm = LLM(folder, **options)

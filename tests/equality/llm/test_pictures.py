@@ -36,7 +36,9 @@ def signs(folder_of: FolderOf, cases_of: CasesOf) -> tuple[Path, list[Case]]:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("steps_between", [0, 2], ids=["at once", "staggered"])
+@pytest.mark.parametrize(
+    "steps_between", [pytest.param(0, marks=pytest.mark.slow, id="at once"), pytest.param(2, id="staggered")]
+)
 def test_tokens_equal_transformers(tiny: tuple[Path, list[Case]], options: dict[str, Any], steps_between: int) -> None:
     folder, cases = tiny
     llm = LLM(folder, **options)
@@ -59,7 +61,9 @@ def test_tokens_equal_transformers_when_the_pool_is_too_small_for_all(
     assert stats["encoder_cache_bytes_peak"] <= cache_bytes
 
 
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 16, "block_size": 4}], ids=str)
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), {"max_num_batched_tokens": 16, "block_size": 4}], ids=str
+)
 def test_the_bundled_model_answers_as_under_transformers(
     signs: tuple[Path, list[Case]], options: dict[str, Any]
 ) -> None:

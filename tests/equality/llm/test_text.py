@@ -30,14 +30,16 @@ def text_cases(request: pytest.FixtureRequest, folder_of: FolderOf, cases_of: Ca
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("steps_between", [0, 3], ids=["at once", "staggered"])
+@pytest.mark.parametrize(
+    "steps_between", [pytest.param(0, marks=pytest.mark.slow, id="at once"), pytest.param(3, id="staggered")]
+)
 def test_tokens_equal_transformers(text_cases: Setup, options: dict[str, Any], steps_between: int) -> None:
     folder, cases = text_cases
     llm = LLM(folder, **options)
     assert answer_all(llm, cases, MAX_TOKENS, steps_between=steps_between) == expected_of(cases)
 
 
-@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("block_size", [4, pytest.param(16, marks=pytest.mark.slow)])
 def test_tokens_equal_transformers_when_the_pool_is_too_small_for_all(text_cases: Setup, block_size: int) -> None:
     folder, cases = text_cases
     longest = max(len(case.prompt) for case in cases) + MAX_TOKENS

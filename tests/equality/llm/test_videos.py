@@ -29,7 +29,9 @@ OPTIONS: list[dict[str, Any]] = [{}, {"max_num_batched_tokens": 16, "block_size"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module", params=[FAMILIES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES[1:])]
+)
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -73,6 +73,7 @@ def test_training_never_sees_what_is_held_out() -> None:
     assert seen == {(False, False), (False, True), (True, False)}
 
 
+@pytest.mark.slow
 def test_a_few_steps_make_a_model_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads, before = torch.get_num_threads(), _weights(tmp_path / "1", 1, monkeypatch)
     after = _weights(tmp_path / "3", 3, monkeypatch)
