@@ -101,7 +101,7 @@ def make_record(context: WorkerContext, role: RoleService, http_port: int, drain
     settings = context.settings
 
     def reachable(address: str) -> str:
-        return advertised(address, settings.advertise_host)
+        return advertised(address, settings)
 
     return InstanceRecord(
         instance_id=context.instance_id,

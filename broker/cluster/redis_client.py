@@ -11,8 +11,10 @@ question mark are the sentinels'. Each new connection asks the sentinels and mak
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections.abc import Awaitable, Callable
+from ipaddress import ip_address
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -124,6 +126,22 @@ def connect(url: str, *, retries: int = 5) -> Redis:
     pool, kind = redis.connection_pool, redis.connection_pool.connection_class
     pool.connection_class = type(f"_{kind.__name__}", (_Connection, kind), {})
     return redis
+
+
+def own_host(url: str | None) -> str:
+    """Return this host's address on the way to the broker at `url`, for others; its name where both are one host.
+
+    ZMQ resolves names in the thread of all connections. A resolver that does not know a container yet may take half a
+    minute: an address needs none.
+    """
+    place = urlsplit("//" + urlsplit(url or "").netloc.rpartition("@")[2].partition(",")[0])
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((place.hostname or "localhost", 1))  # sends nothing
+            address = str(probe.getsockname()[0])
+    except (OSError, ValueError):
+        return socket.gethostname()
+    return socket.gethostname() if ip_address(address).is_loopback else address
 
 
 def _by_sentinels(url: str) -> bool:

@@ -8,6 +8,8 @@ from ipaddress import ip_address
 from typing import Final
 from urllib.parse import urlsplit, urlunsplit
 
+from broker.cluster.redis_client import own_host
+from common.config import Settings
 from common.errors import TriptychError
 from common.telemetry import get_logger
 
@@ -44,12 +46,13 @@ def warn_of_few_descriptors(host: str) -> None:
         log.warning(message, host=host, limit=limit, wanted=FEW_DESCRIPTORS, setting="ulimit -n")
 
 
-def advertised(endpoint: str, advertise_host: str | None) -> str:
-    """Return a bound endpoint for others: on `advertise_host` if given, else 0.0.0.0 becomes this host's name."""
+def advertised(endpoint: str, settings: Settings) -> str:
+    """Return a bound endpoint for others: on `advertise_host` if given, else 0.0.0.0 becomes `own_host`."""
     if not endpoint:
         return ""
     parts = urlsplit(endpoint)
-    host = advertise_host or (socket.gethostname() if parts.hostname in ("0.0.0.0", "::") else None)
+    everywhere = parts.hostname in ("0.0.0.0", "::")
+    host = settings.advertise_host or (own_host(settings.broker) if everywhere else None)
     if host is None:
         return endpoint
     return urlunsplit(parts._replace(netloc=f"{host}:{parts.port}"))
