@@ -83,13 +83,13 @@ class Members:
         if record.role == "proxy":
             await self._drain_proxy(record, timeout_s, tell)
             return
-        await self._post(record, "drain")
+        await self._ask("POST", record, "drain")
         await self._watch(record, timeout_s, tell, self._has_left)
         tell(f"{instance_id} has left")
 
     async def _drain_proxy(self, record: InstanceRecord, timeout_s: float, tell: Tell) -> None:
         """Return once a proxy has nothing under way. Raises TriptychError where some is left after `timeout_s`."""
-        answer = await self._post(record, f"drain?wait={timeout_s:g}", wait_s=timeout_s)
+        answer = await self._ask("POST", record, f"drain?wait={timeout_s:g}", wait_s=timeout_s)
         if (left := int(answer.json()["outstanding"])) > 0:
             message = (
                 f"{record.instance_id}: after {timeout_s:g} s it still has {_requests(left)}, and goes on draining"
@@ -103,7 +103,7 @@ class Members:
         Raises TriptychError as `drain` does, and where the worker cannot have that role.
         """
         record = await self.find(instance_id)
-        await self._post(record, "switch", {"role": role})
+        await self._ask("POST", record, "switch", {"role": role})
 
         async def is_back(before: InstanceRecord, now: InstanceRecord | None) -> bool:
             if now is None or now.epoch == before.epoch:
@@ -115,12 +115,20 @@ class Members:
         await self._watch(record, timeout_s, tell, is_back)
         tell(f"{instance_id} has the role {role} now")
 
-    async def _post(
-        self, record: InstanceRecord, path: str, body: dict[str, str] | None = None, *, wait_s: float = 0.0
+    async def show_handoffs(self, tell: Tell) -> None:
+        """Tell the hops of the last handoffs. Raises TriptychError where a worker does not answer."""
+        from services.process.handoff_trace import hop_latencies, summary
+
+        workers = [record for record in (await self.records()).values() if record.role != "proxy"]
+        sides = [(await self._ask("GET", worker, "debug/handoffs")).json() for worker in workers]
+        tell(summary(hop_latencies(sides)))
+
+    async def _ask(
+        self, method: str, record: InstanceRecord, path: str, body: dict[str, str] | None = None, *, wait_s: float = 0.0
     ) -> httpx.Response:
         url = f"{record.base_url}/{path}"
         try:
-            response = await self._http.post(url, json=body, timeout=_HTTP_TIMEOUT_S + wait_s)
+            response = await self._http.request(method, url, json=body, timeout=_HTTP_TIMEOUT_S + wait_s)
         except httpx.HTTPError as error:
             message = f"{record.instance_id} does not answer at {url}: {error!r}"
             raise TriptychError("unavailable", message) from error

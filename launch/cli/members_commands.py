@@ -24,7 +24,9 @@ REACHING = ("broker", "cluster", "port", "cluster_key_file")
 
 @takes_settings(*REACHING)
 def status(
-    flags: Flags, json: Annotated[bool, typer.Option("--json", help="All that the registry says, as JSON.")] = False
+    flags: Flags,
+    json: Annotated[bool, typer.Option("--json", help="All that the registry says, as JSON.")] = False,
+    handoffs: Annotated[bool, typer.Option("--handoffs", help="Times of the hops of the last handoffs.")] = False,
 ) -> None:
     """Show the workers of a running cluster: roles, load, who is draining.
 
@@ -37,7 +39,10 @@ def status(
     """
     from launch.cli.members import show_status
 
-    show_status(_reach(flags), as_json=json)
+    if handoffs:
+        _with_members(flags, lambda members: members.show_handoffs(typer.echo))
+    else:
+        show_status(_reach(flags), as_json=json)
 
 
 @takes_settings(*REACHING)

@@ -80,7 +80,7 @@ def find_local(cluster: str, port: int | None = None) -> LocalEntry:
         message += "--cluster of its own"
     else:
         message = f"no cluster {cluster!r} of yours runs on this machine: give --broker redis://host:6379, or start one"
-        message += " with `triptych serve`"
+        message += " with `triptych serve` (and wait until it is ready)"
     raise invalid(message, "cluster")
 
 

@@ -95,6 +95,18 @@ async def load(base_url: str) -> AsyncIterator[None]:
     assert sum(right for _, right in outcomes) > 0.8 * len(outcomes) > IN_FLIGHT
 
 
+async def test_the_hops_of_handoffs_are_shown_although_workers_want_a_key(serving: Serving) -> None:
+    async with load(serving.base_url):
+        await eventually(_shows_hops, timeout_s=60)
+
+
+async def _shows_hops() -> bool:
+    process = await asyncio.create_subprocess_exec(*COMMAND, "status", "--handoffs", stdout=subprocess.PIPE)
+    shown, _ = await process.communicate()
+    assert process.returncode == 0
+    return "offer_sent -> offer_received" in shown.decode()
+
+
 async def test_workers_come_go_and_change_their_roles_and_no_request_notices(serving: Serving, tmp_path: Path) -> None:
     """One of them from a host whose clock is an hour ahead: nobody reads another one's clock."""
     told: list[str] = []

@@ -16,6 +16,7 @@ def test_both_sides_are_joined_by_key() -> None:
     assert [round(value, 3) for value in latencies["offer_sent -> offer_received"]] == [0.001, 1.001, 2.001]
     assert "1001.000" in summary(latencies)
     assert "granted" not in summary(latencies)
+    assert summary(hop_latencies([])).startswith("no handoff yet")
 
 
 def test_the_first_time_counts_and_old_handoffs_are_forgotten() -> None:
