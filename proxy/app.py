@@ -19,8 +19,8 @@ from redis.exceptions import RedisError
 from starlette.middleware.cors import CORSMiddleware
 
 from broker.cluster.curve import ClusterContext
-from broker.cluster.redis_client import connect, own_host
-from broker.cluster.registry import Registry
+from broker.cluster.redis_client import connect
+from broker.cluster.registry import Registry, reachable_host
 from common.config import Settings
 from common.errors import TriptychError, invalid
 from common.http.auth import RequireKey, proxy_guard, serves_anybody
@@ -198,8 +198,7 @@ async def _serve_until_signal(service: Service, listener: socket.socket) -> bool
 
 def _own_record(service: Service, port: int) -> InstanceRecord:
     settings = service.settings
-    everywhere = settings.host in ("0.0.0.0", "::")
-    host = settings.advertise_host or (own_host(settings.broker) if everywhere else settings.host)
+    host = reachable_host(settings.host, settings)
     return InstanceRecord(
         instance_id=service.instance_id,
         role="proxy",

@@ -17,6 +17,8 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from broker.cluster.redis_client import own_host
+from common.config import Settings
 from common.errors import TriptychError
 from common.messages import InstanceRecord, Role, decode_record, encode
 from common.telemetry import get_logger
@@ -30,6 +32,13 @@ _LISTEN_S: Final = 1.0
 """One wait for news, shorter than the client's patience with a server that says nothing."""
 
 log = get_logger()
+
+
+def reachable_host(bound: str, settings: Settings) -> str:
+    """Return the host for others of a socket that is bound to the host `bound`, perhaps to all of this machine's."""
+    if settings.advertise_host:
+        return settings.advertise_host
+    return own_host(settings.broker) if bound in ("0.0.0.0", "::") else bound
 
 
 class Registry:

@@ -8,7 +8,7 @@ from ipaddress import ip_address
 from typing import Final
 from urllib.parse import urlsplit, urlunsplit
 
-from broker.cluster.redis_client import own_host
+from broker.cluster.registry import reachable_host
 from common.config import Settings
 from common.errors import TriptychError
 from common.telemetry import get_logger
@@ -47,12 +47,10 @@ def warn_of_few_descriptors(host: str) -> None:
 
 
 def advertised(endpoint: str, settings: Settings) -> str:
-    """Return a bound endpoint for others: on `advertise_host` if given, else 0.0.0.0 becomes `own_host`."""
+    """Return a bound endpoint for others."""
     if not endpoint:
         return ""
     parts = urlsplit(endpoint)
-    everywhere = parts.hostname in ("0.0.0.0", "::")
-    host = settings.advertise_host or (own_host(settings.broker) if everywhere else None)
-    if host is None:
-        return endpoint
-    return urlunsplit(parts._replace(netloc=f"{host}:{parts.port}"))
+    bound = parts.hostname or ""
+    host = reachable_host(bound, settings)
+    return endpoint if host == bound else urlunsplit(parts._replace(netloc=f"{host}:{parts.port}"))
