@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from common.model_info import ModelInfo, load_model_info
@@ -17,6 +18,12 @@ from engine.state.spec import DecoderSpec
 from tests.equality.cases import Case
 
 DEADLINE_S = 60.0
+
+
+def at_once_or_staggered(steps_between: int) -> pytest.MarkDecorator:
+    """Parametrize `steps_between` of `answer_all`: all requests at once (slow), and one by one, so many steps apart."""
+    ways = [pytest.param(0, marks=pytest.mark.slow, id="at once"), pytest.param(steps_between, id="staggered")]
+    return pytest.mark.parametrize("steps_between", ways)
 
 
 def answer_all(

@@ -16,7 +16,7 @@ from tests.equality.cases import ENCODER_DECODER_FAMILIES, Case, CasesOf, Folder
 from tests.equality.cases import MAX_TOKENS as LIMITS
 from tests.equality.media import text_prompts
 from tests.equality.references import Reference
-from tests.equality.runs import answer_all, expected_of, llm_of_blocks, strip
+from tests.equality.runs import answer_all, at_once_or_staggered, expected_of, llm_of_blocks, strip
 from tests.tiny import encdec
 
 MAX_TOKENS = LIMITS["bart"]
@@ -35,9 +35,7 @@ def setup(request: pytest.FixtureRequest, folder_of: FolderOf, cases_of: CasesOf
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize(
-    "steps_between", [pytest.param(0, marks=pytest.mark.slow, id="at once"), pytest.param(3, id="staggered")]
-)
+@at_once_or_staggered(3)
 def test_tokens_equal_transformers(setup: Setup, options: dict[str, Any], steps_between: int) -> None:
     folder, cases = setup
     llm = LLM(folder, **options)

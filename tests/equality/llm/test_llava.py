@@ -12,7 +12,7 @@ from common.sampling_params import SamplingParams
 from engine.llm import LLM
 from tests.equality.cases import MAX_TOKENS as LIMITS
 from tests.equality.cases import Case, CasesOf, FolderOf
-from tests.equality.runs import answer_all, expected_of, llm_of_blocks
+from tests.equality.runs import answer_all, at_once_or_staggered, expected_of, llm_of_blocks
 from tests.tiny.llava import LLAVA_PATCH, LLAVA_SIDE
 
 MAX_TOKENS = LIMITS["llava"]
@@ -29,9 +29,7 @@ def setup(request: pytest.FixtureRequest, folder_of: FolderOf, cases_of: CasesOf
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize(
-    "steps_between", [pytest.param(0, marks=pytest.mark.slow, id="at once"), pytest.param(2, id="staggered")]
-)
+@at_once_or_staggered(2)
 def test_tokens_equal_transformers(setup: Setup, options: dict[str, Any], steps_between: int) -> None:
     folder, cases, _ = setup
     llm = LLM(folder, **options)

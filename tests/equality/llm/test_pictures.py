@@ -10,7 +10,7 @@ import pytest
 from engine.llm import LLM
 from tests.equality.cases import MAX_TOKENS as LIMITS
 from tests.equality.cases import Case, CasesOf, FolderOf
-from tests.equality.runs import answer_all, expected_of, llm_of_blocks
+from tests.equality.runs import answer_all, at_once_or_staggered, expected_of, llm_of_blocks
 
 MAX_TOKENS = LIMITS["qwen2_5_vl"]
 CACHE_OF_TWO = 2 * 49 * 64 * 4
@@ -36,9 +36,7 @@ def signs(folder_of: FolderOf, cases_of: CasesOf) -> tuple[Path, list[Case]]:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize(
-    "steps_between", [pytest.param(0, marks=pytest.mark.slow, id="at once"), pytest.param(2, id="staggered")]
-)
+@at_once_or_staggered(2)
 def test_tokens_equal_transformers(tiny: tuple[Path, list[Case]], options: dict[str, Any], steps_between: int) -> None:
     folder, cases = tiny
     llm = LLM(folder, **options)

@@ -11,7 +11,7 @@ from common.sampling_params import SamplingParams
 from engine.llm import LLM
 from tests.equality.cases import MAX_TOKENS as LIMITS
 from tests.equality.cases import Case, CasesOf, FolderOf
-from tests.equality.runs import answer_all, expected_of, llm_of_blocks
+from tests.equality.runs import answer_all, at_once_or_staggered, expected_of, llm_of_blocks
 
 MAX_TOKENS = LIMITS["llama"]
 OPTIONS: list[Any] = [
@@ -30,9 +30,7 @@ def text_cases(request: pytest.FixtureRequest, folder_of: FolderOf, cases_of: Ca
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize(
-    "steps_between", [pytest.param(0, marks=pytest.mark.slow, id="at once"), pytest.param(3, id="staggered")]
-)
+@at_once_or_staggered(3)
 def test_tokens_equal_transformers(text_cases: Setup, options: dict[str, Any], steps_between: int) -> None:
     folder, cases = text_cases
     llm = LLM(folder, **options)
