@@ -76,4 +76,4 @@ def test_the_structured_example_of_the_api_page_is_answered_without_blanks(examp
     example = next(text for text in EXAMPLE.findall(page) if '"colour"' in text)
     answer = httpx.post(f"{examples['SIGNS_URL']}/v1/chat/completions", json=json.loads(example) | {"temperature": 0})
     choice = answer.json()["choices"][0]
-    assert (choice["message"]["content"], choice["finish_reason"]) == ('{"colour":"blue"}', "stop")
+    assert (choice["message"]["content"], choice["finish_reason"]) == ('{"colour":"red"}', "stop")

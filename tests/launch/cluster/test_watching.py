@@ -35,9 +35,9 @@ def members(monkeypatch: pytest.MonkeyPatch, script: Script) -> Members:
     async def answers(record: InstanceRecord) -> bool:
         return record.epoch in answering
 
-    async def post(*_: object) -> None: ...
+    async def ask(*_: object) -> None: ...
 
-    for name, stand_in in (("records", records), ("_answers", answers), ("_post", post)):
+    for name, stand_in in (("records", records), ("_answers", answers), ("_ask", ask)):
         monkeypatch.setattr(cluster, name, stand_in)
     return cluster
 
