@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.launch.cli.serving import Serving
 from tests.tiny_models import make_llama
-from tests.weights import cache
+from tests.weights.fixtures import whisper_tiny_en
+
+__all__ = ["whisper_tiny_en"]
 
 STORE = ("--response-store-bytes", "16MiB")
 
 
-@contextmanager
-def served(folder: Path, model: str, *arguments: str) -> Iterator[Serving]:
-    serving = Serving(folder, model, *arguments, "--cluster", folder.name)
-    try:
-        yield serving
-    finally:
-        serving.close()
+def served(folder: Path, model: str, *arguments: str) -> AbstractContextManager[Serving]:
+    return closing(Serving(folder, model, *arguments, "--cluster", folder.name))
 
 
 @contextmanager
@@ -35,11 +32,11 @@ def addresses(**clusters: AbstractContextManager[Serving]) -> Iterator[dict[str,
 
 
 @pytest.fixture(scope="session")
-def examples(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def examples(tmp_path_factory: pytest.TempPathFactory, whisper_tiny_en: Path) -> Iterator[dict[str, str]]:
     """Addresses of a model that sees and of one that hears."""
     folder = tmp_path_factory.mktemp("clients")
     signs = served(folder / "signs", "signpost", "--topology", "1e1p1d", *STORE)
-    speech = served(folder / "speech", str(whisper()), "--served-model-name", "whisper-tiny.en,whisper-1")
+    speech = served(folder / "speech", str(whisper_tiny_en), "--served-model-name", "whisper-tiny.en,whisper-1")
     with addresses(SIGNS_URL=signs, SPEECH_URL=speech) as found:
         yield found
 
@@ -51,10 +48,3 @@ def servers(examples: dict[str, str], tmp_path_factory: pytest.TempPathFactory) 
     tiny = make_llama(folder / "model", max_position_embeddings=8192)
     with addresses(CHAT_URL=served(folder / "chat", str(tiny), "--served-model-name", "tiny,small")) as found:
         yield {**examples, **found}
-
-
-def whisper() -> Path:
-    try:
-        return cache.checkpoint("whisper-tiny.en")
-    except cache.PackageMissingError as error:
-        pytest.skip(str(error))

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import base64
 import os
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
-from pydantic import BaseModel
+from signs import PICTURE_URL, QUESTION, URL, Sign
 
-SIGN = (Path(os.environ["CHECKOUT"]) / "docs/images/sign.png").read_bytes()
 BIAS = {byte: 20 * rank for rank, byte in enumerate(("51", "125", "93", "34", "258"), 1)}
 """The model has random weights over bytes. Biases of `3`, `}`, `]`, `"` and the end stand in for wit: calls and texts
 end, strings are empty, and numbers are 3, as the standard tests ask for."""
-
-
-class Sign(BaseModel):
-    colour: Literal["red", "green", "blue", "yellow", "orange", "purple", "white", "black"]
 
 
 class TestStandard(ChatModelIntegrationTests):
@@ -75,15 +68,13 @@ class TestStandard(ChatModelIntegrationTests):
 
 
 def asked() -> list[HumanMessage]:
-    url = "data:image/png;base64," + base64.b64encode(SIGN).decode()
-    picture = {"type": "image_url", "image_url": {"url": url}}
-    return [HumanMessage([{"type": "text", "text": "What colour is the sign?"}, picture])]
+    picture = {"type": "image_url", "image_url": {"url": PICTURE_URL}}
+    return [HumanMessage([{"type": "text", "text": QUESTION}, picture])]
 
 
 @pytest.fixture(params=[False, True], ids=["chats", "responses"])
 def signpost(request: pytest.FixtureRequest) -> ChatOpenAI:
-    url = os.environ["SIGNS_URL"] + "/v1"
-    return ChatOpenAI(base_url=url, api_key="none", model="signpost", temperature=0, use_responses_api=request.param)
+    return ChatOpenAI(base_url=URL, api_key="none", model="signpost", temperature=0, use_responses_api=request.param)
 
 
 def test_pictures(signpost: ChatOpenAI) -> None:

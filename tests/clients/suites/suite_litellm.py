@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import base64
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import litellm
 import pytest
-from pydantic import BaseModel
+from signs import PICTURE_URL, QUESTION, URL, Sign
 
-SERVER: Any = {"api_base": os.environ["SIGNS_URL"] + "/v1", "api_key": "none"}
+SERVER: Any = {"api_base": URL, "api_key": "none"}
 ROOT = Path(os.environ["CHECKOUT"])
-SIGN = (ROOT / "docs/images/sign.png").read_bytes()
-PICTURE = "data:image/png;base64," + base64.b64encode(SIGN).decode()
 ASKED: Any = [
     {
         "role": "user",
         "content": [
-            {"type": "text", "text": "What colour is the sign?"},
-            {"type": "image_url", "image_url": {"url": PICTURE}},
+            {"type": "text", "text": QUESTION},
+            {"type": "image_url", "image_url": {"url": PICTURE_URL}},
         ],
     }
 ]
@@ -37,10 +34,6 @@ LOOK = {
     },
 }
 PROVIDERS = pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
-
-
-class Sign(BaseModel):
-    colour: Literal["red", "green", "blue", "yellow", "orange", "purple", "white", "black"]
 
 
 def ask(provider: str, **fields: Any) -> Any:

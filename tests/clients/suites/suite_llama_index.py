@@ -1,20 +1,11 @@
 """llama-index: chat with a picture, streams, its default for structured answers, tools."""
 
-import os
-from pathlib import Path
 from typing import Any, Literal
 
 from llama_index.core.llms import ChatMessage, ImageBlock, TextBlock
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
-from pydantic import BaseModel
-
-URL = os.environ["SIGNS_URL"] + "/v1"
-SIGN = (Path(os.environ["CHECKOUT"]) / "docs/images/sign.png").read_bytes()
-
-
-class Sign(BaseModel):
-    colour: Literal["red", "green", "blue", "yellow", "orange", "purple", "white", "black"]
+from signs import PICTURE, QUESTION, URL, Sign
 
 
 def llama(**fields: Any) -> OpenAILike:
@@ -24,7 +15,7 @@ def llama(**fields: Any) -> OpenAILike:
 
 
 def test_chat() -> None:
-    asked = [ChatMessage(role="user", blocks=[ImageBlock(image=SIGN), TextBlock(text="What colour is the sign?")])]
+    asked = [ChatMessage(role="user", blocks=[ImageBlock(image=PICTURE), TextBlock(text=QUESTION)])]
     assert llama().chat(asked).message.content == "purple"
     assert [piece.message.content for piece in llama().stream_chat(asked)][-1] == "purple"
     assert llama().complete("Hello?").text is not None
@@ -32,7 +23,7 @@ def test_chat() -> None:
 
 def test_structured() -> None:
     model = llama(is_function_calling_model=True)
-    asked = [ChatMessage(role="user", content="What colour is the sign?")]
+    asked = [ChatMessage(role="user", content=QUESTION)]
     assert isinstance(model.as_structured_llm(Sign).chat(asked).raw, Sign)
     assert isinstance(llama(should_use_structured_outputs=True).as_structured_llm(Sign).chat(asked).raw, Sign)
 

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, Literal
 
 import pytest
 from agents import Agent, ModelSettings, OpenAIProvider, RunConfig, Runner, function_tool
 from openai import AsyncOpenAI
-from pydantic import BaseModel
-
-
-class Sign(BaseModel):
-    colour: Literal["red", "green", "blue", "yellow", "orange", "purple", "white", "black"]
+from signs import QUESTION, URL, Sign
 
 
 @pytest.fixture(params=[True, False], ids=["responses", "chats"])
 def config(request: pytest.FixtureRequest) -> RunConfig:
-    client = AsyncOpenAI(base_url=os.environ["SIGNS_URL"] + "/v1", api_key="none")
+    client = AsyncOpenAI(base_url=URL, api_key="none")
     return RunConfig(model_provider=OpenAIProvider(openai_client=client, use_responses=request.param))
 
 
 async def test_text_and_streams(config: RunConfig) -> None:
     settings = ModelSettings(temperature=0)
     agent = Agent(name="Reader", instructions="Be brief.", model="signpost", model_settings=settings)
-    done = await Runner.run(agent, "What colour is the sign?", run_config=config)
+    done = await Runner.run(agent, QUESTION, run_config=config)
     assert isinstance(done.final_output, str)
-    streamed = Runner.run_streamed(agent, "What colour is the sign?", run_config=config)
+    streamed = Runner.run_streamed(agent, QUESTION, run_config=config)
     kinds = [event.type async for event in streamed.stream_events()]
     assert "raw_response_event" in kinds
 

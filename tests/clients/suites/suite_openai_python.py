@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
-from pydantic import BaseModel
+from signs import PICTURE_URL, QUESTION, URL, Sign
 
 ROOT = Path(os.environ["CHECKOUT"])
-SIGN = "data:image/png;base64," + base64.b64encode((ROOT / "docs/images/sign.png").read_bytes()).decode()
-ASKED = [{"type": "text", "text": "What colour is the sign?"}, {"type": "image_url", "image_url": {"url": SIGN}}]
+ASKED = [{"type": "text", "text": QUESTION}, {"type": "image_url", "image_url": {"url": PICTURE_URL}}]
 MESSAGES: Any = [{"role": "user", "content": ASKED}]
 WEATHER: Any = {
     "type": "function",
@@ -31,13 +29,9 @@ WEATHER: Any = {
 }
 
 
-class Sign(BaseModel):
-    colour: Literal["red", "green", "purple", "yellow", "orange", "purple", "white", "black"]
-
-
 @pytest.fixture
 def signs() -> OpenAI:
-    return OpenAI(base_url=os.environ["SIGNS_URL"] + "/v1", api_key="none", max_retries=0)
+    return OpenAI(base_url=URL, api_key="none", max_retries=0)
 
 
 @pytest.fixture
@@ -51,7 +45,7 @@ def test_pictures(signs: OpenAI) -> None:
 
 
 async def test_streams() -> None:
-    client = AsyncOpenAI(base_url=os.environ["SIGNS_URL"] + "/v1", api_key="none")
+    client = AsyncOpenAI(base_url=URL, api_key="none")
     usage = {"include_usage": True}
     stream = await client.chat.completions.create(
         model="signpost", messages=MESSAGES, temperature=0, stream=True, stream_options=usage
@@ -102,7 +96,7 @@ def test_allowed_tools(signs: OpenAI) -> None:
 
 
 def test_responses(signs: OpenAI) -> None:
-    content = [{"type": "input_text", "text": "What colour is the sign?"}, {"type": "input_image", "image_url": SIGN}]
+    content = [{"type": "input_text", "text": QUESTION}, {"type": "input_image", "image_url": PICTURE_URL}]
     asked: Any = {"model": "signpost", "input": [{"role": "user", "content": content}], "temperature": 0}
     first = signs.responses.create(**asked)
     assert first.output_text == "purple"

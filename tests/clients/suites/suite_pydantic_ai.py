@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
-from pydantic import BaseModel
 from pydantic_ai import Agent, BinaryContent, NativeOutput
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
+from signs import PICTURE, QUESTION, URL, Sign
 
-SIGN = (Path(os.environ["CHECKOUT"]) / "docs/images/sign.png").read_bytes()
-ASKED = [BinaryContent(SIGN, media_type="image/png"), "What colour is the sign?"]
+ASKED = [BinaryContent(PICTURE, media_type="image/png"), QUESTION]
 SETTINGS: Any = {"temperature": 0, "max_tokens": 80}
-
-
-class Sign(BaseModel):
-    colour: Literal["red", "green", "blue", "yellow", "orange", "purple", "white", "black"]
 
 
 @pytest.fixture(params=[OpenAIChatModel, OpenAIResponsesModel], ids=["chats", "responses"])
 def model(request: pytest.FixtureRequest) -> Any:
-    provider = OpenAIProvider(base_url=os.environ["SIGNS_URL"] + "/v1", api_key="none")
+    provider = OpenAIProvider(base_url=URL, api_key="none")
     return request.param("signpost", provider=provider)
 
 
