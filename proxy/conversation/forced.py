@@ -44,7 +44,7 @@ def _arguments(tools: Schemas, name: str) -> str:
 def _closed(schema: Any) -> Any:
     """Return a JSON schema whose objects have no properties but those it lists, unless it says otherwise.
 
-    A weak model would invent properties up to the end of the context. vLLM's grammars are closed in the same way.
+    A weak model would invent properties up to the end of the context.
     """
     if isinstance(schema, list):
         return [_closed(one) for one in schema]
