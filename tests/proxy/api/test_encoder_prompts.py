@@ -69,7 +69,7 @@ async def test_prompts_come_back_as_they_were_processed(serve, translation_model
         told = {choice["index"]: choice for choice in choices if "encoder_prompt" in choice}
         expected = (rig.cluster.text.encode("the sign"), [2, *ids]), ([7, 8], [2, 0, 5])
         assert sorted(told) == [0, 2]  # the first choice of each prompt; streams of prompts interleave
-        for choice, pair in zip(told.values(), expected, strict=True):
+        for choice, pair in zip((told[0], told[2]), expected, strict=True):
             for name, token_ids in zip(("encoder_prompt", "decoder_prompt"), pair, strict=True):
                 assert choice[f"{name}_token_ids"] == token_ids
                 assert choice[name] == decode(token_ids, skip_special_tokens=False)
