@@ -237,11 +237,11 @@ def request(
 def demo(
     flags: Flags,
     pictures: Annotated[int, typer.Option(min=1, max=32, help="How many pictures.")] = 6,
-    seed: Annotated[int, typer.Option(help="Other seeds draw other pictures.")] = 7,
+    seed: Annotated[int, typer.Option(help="Other seeds choose other pictures.")] = 7,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the pictures, with questions and answers.")] = False,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where --keep leaves them.")] = Path("demo-pictures"),
 ) -> None:
-    """Start a cluster with signpost, ask it about freshly drawn pictures, show what happened where, stop; then ask
+    """Start a cluster with signpost, ask it about pictures new to it, show what happened where, stop; then ask
     numerals for numbers and dates.
 
     \b

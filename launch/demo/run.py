@@ -1,4 +1,4 @@
-"""`triptych demo`: real clusters, fresh images, true answers, and the work of each stage; then numbers and dates."""
+"""`triptych demo`: real clusters, pictures, true answers, and the work of each stage; then numbers and dates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from PIL import Image
 from rich.color import Color
@@ -26,14 +26,14 @@ from launch.cli.console import ConsoleReporter, make_console
 from launch.cluster.children import adopt_orphans
 from launch.cluster.local_cluster import LocalCluster
 from launch.demo.numbers import follow_chains, show_chains
-from launch.demo.samples import write_files
-from launch.demo.scenes import QUESTIONS, SIZES, render
+from launch.demo.samples import FILES, write_files
 
 if TYPE_CHECKING:
     from common.config import Settings
 
 _THUMBNAIL_COLUMNS = 32
-_KINDS = ("text", "colour", "text", "shape", "text", "circles")
+PICTURES: Final = FILES / "pictures"
+"""Signs with texts that the model has not seen in training; `tools.signpost.pictures` has drawn them."""
 WRONG_ALLOWED = 1 / 3
 """The model is right in about 49 of 50 answers; more wrong ones than this mean that something is broken."""
 _TIMELINE_S = 3.0
@@ -41,9 +41,9 @@ _TIMELINE_S = 3.0
 
 @dataclass
 class Question:
-    """An image, a question and the right answer; later the outcome."""
+    """A picture as a PNG file, a question and the right answer; later the outcome."""
 
-    image: Image.Image
+    png: bytes
     text: str
     expected: str
     outcome: ClientResult | None = None
@@ -52,13 +52,6 @@ class Question:
     @property
     def right(self) -> bool:
         return self.outcome is not None and self.outcome.text.strip().lower() == self.expected.lower()
-
-    @property
-    def png(self) -> bytes:
-        """The image as a PNG file."""
-        data = io.BytesIO()
-        self.image.save(data, "PNG")
-        return data.getvalue()
 
 
 def run_demo(settings: Settings, pictures: int, seed: int, keep: Path | None = None) -> int:
@@ -69,11 +62,11 @@ def run_demo(settings: Settings, pictures: int, seed: int, keep: Path | None = N
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: the cluster is taken down
     adopt_orphans()
     console = make_console()
-    questions = draw_questions(random.Random(seed), pictures)
+    questions = choose_questions(random.Random(seed), pictures)
     if keep is not None:
         keep_pictures(keep, questions)
     with LocalCluster(settings, reporter=ConsoleReporter(console, "demo")) as cluster:
-        console.print(f"\nasking about {pictures} freshly drawn pictures, all at once …")
+        console.print(f"\nasking about {pictures} pictures new to the model, all at once …")
         began = time.perf_counter()
         asyncio.run(ask_all(cluster.base_url, questions, own_api_key(settings)))
         wall_s = time.perf_counter() - began
@@ -109,14 +102,11 @@ def _next_steps(first: Question, kept: Path | None) -> str:
     return "\n  ".join(["\nnext, the first in a terminal of its own:", "triptych serve signpost", *ask])
 
 
-def draw_questions(rng: random.Random, pictures: int) -> list[Question]:
-    """Return images of several sizes with texts new to the model, and a question about each."""
-    questions = []
-    for index in range(pictures):
-        scene = render(rng, rng.choice(SIZES), "test")
-        kind = _KINDS[index % len(_KINDS)]
-        questions.append(Question(scene.image, rng.choice(QUESTIONS[kind]), scene.answers[kind]))
-    return questions
+def choose_questions(rng: random.Random, pictures: int) -> list[Question]:
+    """Return so many of the pictures, each with its question."""
+    lines = [line.split("\t") for line in (PICTURES / "answers.txt").read_text().splitlines()]
+    chosen = rng.sample(lines, pictures)
+    return [Question((PICTURES / name).read_bytes(), text, expected) for name, text, expected in chosen]
 
 
 async def ask_all(base_url: str, questions: list[Question], api_key: str | None) -> None:
@@ -163,7 +153,7 @@ def _show(question: Question, console: Console) -> RenderableType:
     if not coloured:
         return Group(lines, bars)
     grid = Table.grid(padding=(0, 2))
-    grid.add_row(_thumbnail(question.image, _THUMBNAIL_COLUMNS), Group(lines, Text(), bars))
+    grid.add_row(_thumbnail(Image.open(io.BytesIO(question.png)), _THUMBNAIL_COLUMNS), Group(lines, Text(), bars))
     return grid
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import soundfile
 
-from launch.demo.scenes import COLOURS
 from tests.equality.media import sound, wav
 from tests.services.cluster import sign
+from tools.signpost.scenes import COLOURS
 from tools.soak.asks import WITHOUT_RULES, Ask, draw_picture
 
 QUESTIONS = ("What does the sign say?", "What colour is the sign?", "What shape is the sign?", "Count the circles.")

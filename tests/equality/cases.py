@@ -16,11 +16,11 @@ from PIL import Image
 from common.text import whisper_prompt
 from common.text.processor import TextProcessor
 from common.text.prompts import default_decoder_prompt, preprocess_decoder_prompt
-from launch.demo import scenes
 from tests.equality.media import data_url, picture, sound, text_prompts, wav
 from tests.equality.references import Reference
 from tests.media_files import encoded
 from tools.numerals.data import KINDS, draw
+from tools.signpost import scenes
 from tools.signpost.model import PLACED_QUESTIONS
 
 MAX_TOKENS = {"llama": 24, "qwen2": 24, "qwen3": 24, "mistral": 24, "qwen2_5_vl": 16, "signpost": 16, "whisper": 20}

@@ -21,10 +21,10 @@ import httpx
 import pytest
 from PIL import Image
 
-from launch.demo.scenes import render
 from tests.launch.cli.serving import Serving
 from tests.page.conftest import LOCKED, Browser, served
 from tests.tiny_models import make_whisper
+from tools.signpost.scenes import render
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(500)]
 

@@ -135,7 +135,7 @@ def _transcription_prompt(info: ModelInfo) -> list[int]:
 
 def draw_picture(rng: random.Random) -> bytes:
     """Return the PNG of a freshly drawn sign that the bundled model has not been trained on."""
-    from launch.demo import scenes
+    from tools.signpost import scenes
 
     buffer = io.BytesIO()
     scenes.render(rng, rng.choice(scenes.SIZES), "test").image.save(buffer, "PNG")
@@ -143,7 +143,7 @@ def draw_picture(rng: random.Random) -> bytes:
 
 
 def _pictures(info: ModelInfo, rng: random.Random) -> Iterator[BenchRequest]:
-    from launch.demo import scenes
+    from tools.signpost import scenes
 
     text = TextProcessor(info)
     while True:

@@ -9,7 +9,7 @@ import random
 import sys
 from pathlib import Path
 
-from launch.demo.scenes import SIZES, render
+from tools.signpost.scenes import SIZES, render
 
 
 def draw_signs(folder: Path, count: int, seed: int = 7) -> None:

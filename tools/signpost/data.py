@@ -12,9 +12,9 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from launch.demo import scenes
-from launch.demo.scenes import KINDS, QUESTIONS, Scene, Split
+from tools.signpost import scenes
 from tools.signpost.model import PLACED_QUESTIONS, PLACES, PREPROCESSOR
+from tools.signpost.scenes import KINDS, QUESTIONS, Scene, Split
 
 PATCH = 14
 IGNORED = -100

@@ -25,11 +25,11 @@ from PIL import Image
 
 from common.model_info import load_model_info
 from common.text.processor import TextProcessor
-from launch.demo import scenes
-from launch.demo.scenes import BUILT_IN, FACES, KINDS, QUESTIONS, SIZES, Face, Scene
 from tools.bench.transformers_system import TransformersSystem
 from tools.bench.workloads import BenchRequest
+from tools.signpost import scenes
 from tools.signpost.model import PLACED_QUESTIONS, PLACES
+from tools.signpost.scenes import BUILT_IN, FACES, KINDS, QUESTIONS, SIZES, Face, Scene
 
 Message = dict[str, Any]
 Hits = dict[str, list[bool]]

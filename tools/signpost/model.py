@@ -15,8 +15,8 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
 )
 
-from launch.demo.scenes import COLOURS, QUESTIONS, SHAPES
 from tools.checkpoint import save_checkpoint
+from tools.signpost.scenes import COLOURS, QUESTIONS, SHAPES
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",

@@ -36,8 +36,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
 
-from launch.demo import scenes
-from tools.signpost import data
+from tools.signpost import data, scenes
 from tools.signpost.batched import BatchedForward
 from tools.signpost.data import Conversations, Encoder, PatchBatch
 from tools.signpost.model import make_model, make_tokenizer, save_folder

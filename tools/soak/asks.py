@@ -133,7 +133,7 @@ def _transcription(model: str, rng: random.Random, *, beams: bool) -> dict[str, 
 
 
 def _chat(model: str, rng: random.Random, pictures: list[str]) -> dict[str, Any]:
-    from launch.demo import scenes
+    from tools.signpost import scenes
 
     question = rng.choice(scenes.QUESTIONS[rng.choice(scenes.KINDS)]) if pictures else rng.choice(_TEXTS)
     content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in pictures]

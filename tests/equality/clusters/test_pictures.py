@@ -14,7 +14,6 @@ from common.model_info import BUNDLED, load_model_info
 from common.sampling_params import SamplingParams
 from common.text.processor import TextProcessor
 from engine.llm import LLM, Prompt
-from launch.demo import scenes
 from tests.equality.cases import MAX_TOKENS as LIMITS
 from tests.equality.cases import Case, CasesOf
 from tests.equality.media import data_url
@@ -22,6 +21,7 @@ from tests.equality.runs import answer_all, expected_of, strip
 from tests.equality.served import Served, serve
 from tests.eventually import eventually
 from tests.media_files import encoded
+from tools.signpost import scenes
 
 pytestmark = pytest.mark.cluster
 MAX_TOKENS = LIMITS["signpost"]

@@ -25,10 +25,10 @@ from common.keys import cluster_token
 from launch.cli.client import ApiClient, ClientOptions, ClientRequest, Media
 from launch.cli.members import Members
 from launch.cluster.local_registry import reach
-from launch.demo.scenes import SIZES, render
 from tests.eventually import eventually
 from tests.launch.cli.serving import Serving
 from tests.launch.waiting import alive
+from tools.signpost.scenes import SIZES, render
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 START_S = 100.0

@@ -20,7 +20,6 @@ from common.config import EngineConfig, Settings
 from common.model_info import load_model_info
 from launch.cluster.instance import Reporter
 from launch.cluster.local_cluster import LocalCluster
-from launch.demo import scenes
 from tests.broker.conftest import broker_url
 from tests.equality.cases import Case
 from tests.equality.media import data_url
@@ -28,6 +27,7 @@ from tests.equality.served import START_TIMEOUT_S, Served
 from tests.eventually import eventually
 from tests.launch.cli.hanging import HangingPlan
 from tests.media_files import encoded
+from tools.signpost import scenes
 
 __all__ = ["broker_url"]
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]

@@ -8,15 +8,15 @@ import sys
 
 import pytest
 
-from launch.demo.run import draw_questions
+from launch.demo.run import choose_questions
 
 
 def test_its_questions_have_known_answers() -> None:
-    questions = draw_questions(random.Random(1), 7)
+    questions = choose_questions(random.Random(1), 7)
     assert len(questions) == 7
     assert all(question.expected for question in questions)
     assert {question.text for question in questions} == {
-        question.text for question in draw_questions(random.Random(1), 7)
+        question.text for question in choose_questions(random.Random(1), 7)
     }
 
 

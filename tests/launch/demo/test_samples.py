@@ -13,7 +13,7 @@ import soundfile
 from PIL import Image
 
 from common.errors import TriptychError
-from launch.demo.run import _next_steps, draw_questions, keep_pictures
+from launch.demo.run import _next_steps, choose_questions, keep_pictures
 from launch.demo.samples import write_samples
 
 
@@ -76,7 +76,7 @@ def test_the_bundled_models_know_the_answers(tmp_path: Path) -> None:
 
 
 def test_kept_pictures_come_with_questions_and_answers(tmp_path: Path) -> None:
-    questions = draw_questions(Random(1), 3)
+    questions = choose_questions(Random(1), 3)
     keep_pictures(tmp_path / "kept", questions)
     lines = [line.split("\t") for line in (tmp_path / "kept" / "answers.txt").read_text().splitlines()]
     assert [line[1:] for line in lines] == [[question.text, question.expected] for question in questions]
@@ -86,7 +86,7 @@ def test_kept_pictures_come_with_questions_and_answers(tmp_path: Path) -> None:
 
 
 def test_the_demo_ends_with_commands_for_its_files() -> None:
-    question = draw_questions(Random(1), 1)[0]
+    question = choose_questions(Random(1), 1)[0]
     kept = _next_steps(question, Path("my pictures"))
     assert f"triptych request 'my pictures/picture-1.png' --prompt \"{question.text}\"" in kept
     assert "triptych samples" in _next_steps(question, None)

@@ -9,10 +9,9 @@ import pytest
 import torch
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
-from launch.demo import scenes
-from launch.demo.scenes import Scene
-from tools.signpost import data
+from tools.signpost import data, scenes
 from tools.signpost.data import Conversations, Encoder
+from tools.signpost.scenes import Scene
 from tools.signpost.train import STAGES, Trainer
 
 FOLDER = Path(__file__).parents[3] / "common" / "bundled" / "signpost"

@@ -14,7 +14,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
-from launch.demo.scenes import BUILT_IN, KINDS, QUESTIONS
 from tools.signpost.evaluate import (
     Hits,
     Signpost,
@@ -24,6 +23,7 @@ from tools.signpost.evaluate import (
     evaluate_pairs,
     evaluate_single,
 )
+from tools.signpost.scenes import BUILT_IN, KINDS, QUESTIONS
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from launch.demo import scenes
-from launch.demo.scenes import BUILT_IN, HELD_OUT_PAIRS, KINDS, SIZES, is_held_out, render
+from tools.signpost import scenes
+from tools.signpost.scenes import BUILT_IN, HELD_OUT_PAIRS, KINDS, SIZES, is_held_out, render
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from launch.demo.words import WORDS
+from tools.signpost.words import WORDS
 
 Split = Literal["train", "test"]
 Rgb = tuple[int, int, int]
