@@ -89,9 +89,7 @@ FROM ${COMPILER_IMAGE} AS kernels
 WORKDIR /src
 COPY engine engine
 COPY tools/compose tools/compose
-RUN mkdir /kernels && XDG_CACHE_HOME=/kernels python3 -m tools.compose.kernels && \
-    { XDG_CACHE_HOME=/kernels python3 -c "from engine.native.build import *; print(compiled_kernels(QUANTISED))" \
-        || echo "without kernels for quantised weights"; }
+RUN mkdir /kernels && XDG_CACHE_HOME=/kernels python3 -m tools.compose.kernels && chmod -R a+rX /kernels
 
 # --- the images ---
 
@@ -109,8 +107,8 @@ FROM base AS service
 USER 10001:10001
 WORKDIR /tmp
 EXPOSE 8000
-# A container's host name is unique in the cluster, and the others resolve it.
-ENTRYPOINT ["/bin/sh", "-c", "export TRIPTYCH_INSTANCE_ID=${TRIPTYCH_INSTANCE_ID:-$HOSTNAME} TRIPTYCH_ADVERTISE_HOST=${TRIPTYCH_ADVERTISE_HOST:-$HOSTNAME} && exec triptych \"$@\"", "triptych"]
+# A container's host name is unique in the cluster.
+ENTRYPOINT ["/bin/sh", "-c", "export TRIPTYCH_INSTANCE_ID=${TRIPTYCH_INSTANCE_ID:-$HOSTNAME} && exec triptych \"$@\"", "triptych"]
 
 FROM service AS proxy
 COPY --from=proxy-packages /opt/venv /opt/venv

@@ -95,11 +95,13 @@ $(VENV)/tiny-whisper/tokenizer_config.json: $(VENV)/test.stamp tests/tiny_models
 ray-test: $(VENV)/test.stamp ## Run on a Ray cluster of three nodes with addresses of their own (needs root for network namespaces).
 	@RAY_CLUSTER=1 $(BIN)/python -m pytest -s -n 0 tests/launch/ray $(ARGS)
 
-compose-test: ## Build the images, run clusters in containers, ask them, kill and restart their workers.
-	@python=$$(.ci/find_python "$(PYTHON)") && PYTHON="$$python" tools/compose/test.sh
+MULTI ?=
+compose-test: ## Build the images, run clusters in containers, ask them, kill and restart their workers; MULTI=1: on two hosts of a swarm.
+	@python=$$(.ci/find_python "$(PYTHON)") && PYTHON="$$python" MULTI=$(MULTI) tools/compose/test.sh
 
-helm-test: ## Render the Helm chart for a matrix of values, and check every object (Linux on x86-64).
-	@python=$$(.ci/find_python "$(PYTHON)") && PYTHON="$$python" tools/kubernetes/test.sh
+PODS ?=
+helm-test: $(if $(PODS),$(VENV)/test.stamp) ## Render the Helm chart for many values, check every object (Linux on x86-64); PODS=1: run its pods, too.
+	@python=$$(.ci/find_python "$(PYTHON)") && PYTHON="$$python" PODS=$(PODS) POD_PYTHON=$(BIN)/python tools/kubernetes/test.sh
 
 # Images where a Docker engine answers. Nothing is published.
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)

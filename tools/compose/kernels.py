@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from engine.native.build import KernelsUnavailableError, compiled_kernels
+from engine.native.build import QUANTISED, STEP, KernelsUnavailableError, compiled_kernels
 
 
 def main() -> None:
-    try:
-        print(f"CPU kernels: {compiled_kernels()}")
-    except KernelsUnavailableError as error:
-        print(f"without CPU kernels: {error}")
+    for source in (STEP, QUANTISED):
+        try:
+            print(f"CPU kernels: {compiled_kernels(source)}")
+        except KernelsUnavailableError as error:
+            print(f"without {source.path.name}: {error}")
 
 
 if __name__ == "__main__":

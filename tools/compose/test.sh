@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # `make compose-test`: build the images, bring clusters up with the bundled model, ask them, kill and restart their
-# workers, take all down.
+# workers, take all down. With MULTI=1: the cluster as a stack of Docker Swarm over two hosts (swarm.sh).
 # Uses the Docker engine that answers; where none does, starts Debian's in namespaces of its own (root, Debian).
 #   BASE_IMAGE    what the images start from (default python:3.11-slim; with our own engine, a Debian made here)
 #   PYTHON        Python 3.11 to 3.14 with its venv module (default python3)
@@ -42,12 +42,14 @@ cleanup() {
     step "take it down"
     if docker info >/dev/null 2>&1; then
         if [ $status != 0 ] && [ -n "${compose_binary[*]:-}" ]; then compose ps -a; compose logs --no-color --tail 20; fi >&2
+        if [ "${MULTI:-}" ]; then docker stack rm "$project" >/dev/null; fi
         [ -n "${compose_binary[*]:-}" ] && compose --progress quiet down --volumes --remove-orphans --timeout 10
         echo "containers left: $(docker ps -aq --filter "label=com.docker.compose.project=$project" | wc -l)"
         [ "${own_engine:-1}" = 1 ] || images_remove # our own engine's go with $scratch
     fi
     engine_stop
     rm -rf "$scratch"
+    [ -z "${MULTI:-}" ] || echo "processes left: $(pgrep -fc "$scratch")"
     if [ $status = 0 ]; then step "compose-test passed"; else step "compose-test FAILED"; fi
     exit $status
 }
@@ -115,7 +117,7 @@ roll_workers() { # one after the other: drained, and started again by Docker
 }
 
 step "engine"
-if docker info >/dev/null 2>&1; then
+if [ -z "${MULTI:-}" ] && docker info >/dev/null 2>&1; then
     own_engine=0
 else
     own_engine=1
@@ -128,8 +130,9 @@ compose version --short
 compose config --quiet
 
 step "wheels and base image"
+download_wheels
 make_wheels
-[ $own_engine = 0 ] || make_base_image
+[ $own_engine = 0 ] || make_base_images
 
 step "build"
 build_images
@@ -138,6 +141,20 @@ docker run --rm --network none --entrypoint python "triptych-proxy:$TRIPTYCH_TAG
 import importlib.util as modules
 assert not any(modules.find_spec(name) for name in ("torch", "transformers")), "the proxy image holds torch"
 print("the proxy image holds neither torch nor transformers")'
+docker run --rm --network none --read-only --tmpfs /tmp --entrypoint python "triptych-worker:$TRIPTYCH_TAG" -c '
+import torch
+from engine.native import quantised
+x, codes = torch.ones(2, 64), torch.arange(512, dtype=torch.int32).reshape(8, 64).remainder(127).to(torch.int8)
+assert quantised.serves(x), "the worker image lacks the kernels for quantised weights"
+assert torch.equal(quantised.linear(x, codes, torch.ones(8, 1), None, 64, None), x @ codes.float().T)
+print("a worker multiplies int8 weights by", quantised.library()._name)' 2>&1
+
+if [ "${MULTI:-}" ]; then
+    # shellcheck source-path=SCRIPTDIR source=swarm.sh
+    . "$here/swarm.sh"
+    test_swarm
+    exit
+fi
 
 step "up, the plain default"
 up

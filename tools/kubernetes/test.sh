@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# `make helm-test`: lint and render the chart, hold its objects to their schemas.
+# `make helm-test`: lint and render the chart, hold its objects to their schemas. With PODS=1: run its pods (podman.sh).
 #   PYTHON        Python 3.11 to 3.14 with its venv module (default python3)
 # Downloads stay in .cache/kubernetes for the next run.
 set -euo pipefail
@@ -26,7 +26,7 @@ packages() { # sets helm, kubectl and python, from Python packages: all of them 
         touch "$cache/packages.stamp"
     fi
     "$helm" version --short
-    "$kubectl" version --client | head -n 1
+    "$kubectl" version --client | sed -n 1p
     "$python" -m pip list --format freeze | grep -E '^(kubernetes-validate|cloudcoil-models)'
 }
 
@@ -39,5 +39,11 @@ step "helm lint"
 step "rendered for a matrix of values, each object held to its schema"
 "$python" -m tools.kubernetes.check "$helm" "$kubectl" | tee "$cache/checked.txt"
 
+if [ "${PODS:-}" ]; then
+    step "its pods, run by podman and replaced under load"
+    HELM=$helm tools/kubernetes/podman.sh | tee "$cache/pods.txt"
+fi
+
 step "helm-test passed"
 tail -n 2 "$cache/checked.txt"
+[ -z "${PODS:-}" ] || tail -n 2 "$cache/pods.txt"

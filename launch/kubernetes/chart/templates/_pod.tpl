@@ -12,7 +12,7 @@ metadata:
     {{- include "triptych.labels" . | nindent 4 }}
   {{- $annotations := $role.annotations }}
   {{- if and (not $values.keys.existingSecret) $values.keys.apiKeys }}
-  {{- $annotations = set (deepCopy $annotations) "checksum/api-keys" ($values.keys.apiKeys | toJson | sha256sum) }}
+  {{- $annotations = set (deepCopy $annotations) "checksum/api-keys" ($values.keys.apiKeys | toJson | sha256sum | trunc 16) }}
   {{- end }}
   {{- with $annotations }}
   annotations:
