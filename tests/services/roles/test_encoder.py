@@ -462,16 +462,17 @@ async def test_an_offer_that_its_receiver_gives_up_at_the_deadline_has_only_take
 
 @pytest.mark.parametrize("stage", ["preprocess", "grant", "encode", "receipt"])
 async def test_an_abort_frees_the_item_at_every_stage(setting: Setting, stage: str) -> None:
-    await setting.encode("r")
-    if stage != "preprocess":
-        offer = await setting.offer("r")
-        if stage != "grant":
-            setting.peer.grant(offer)
-        if stage == "encode":
-            await setting.computing(1)
-        if stage == "receipt":
-            await setting.peer.tensor()
-    await setting.abort("r")
+    with setting.busy() if stage == "encode" else contextlib.nullcontext():
+        await setting.encode("r")
+        if stage != "preprocess":
+            offer = await setting.offer("r")
+            if stage != "grant":
+                setting.peer.grant(offer)
+            if stage == "encode":
+                await setting.computing(1)
+            if stage == "receipt":
+                await setting.peer.tensor()
+        await setting.abort("r")
     assert setting.worker.answers == []
     assert await setting.num_encoded() <= 1
 
