@@ -24,6 +24,7 @@ from broker.cluster.registry import Registry, reachable_host
 from common.config import Settings
 from common.errors import TriptychError, invalid
 from common.http.auth import RequireKey, proxy_guard, serves_anybody
+from common.http.connections import BoundedWebSocket
 from common.http.server import Server, bind
 from common.keys import ClusterKey, key_id
 from common.messages import InstanceRecord
@@ -51,6 +52,8 @@ from proxy.service import Service
 MEMORY_SHARE: Final = 4
 """Divisor of the free memory: this share may hold bodies and media. The rest is for parsed values, and for workers on
 the same machine."""
+MAX_MESSAGE_BYTES: Final = 4 * 2**20
+"""Of a websocket: an event with a minute of audio."""
 GRACE_S: Final = 2
 """Time for running requests after the signal to stop."""
 
@@ -170,6 +173,9 @@ class ProxyServer(Server):
             lifespan="on",
             timeout_graceful_shutdown=GRACE_S,
             timeout_keep_alive=30,
+            ws=BoundedWebSocket,
+            ws_max_size=MAX_MESSAGE_BYTES,
+            ws_per_message_deflate=False,
         )
         metrics.connections.set_function(lambda: len(self.server_state.connections))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, WebSocket
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
@@ -14,6 +14,7 @@ from common.http.auth import ApiKeys
 from common.http.drain import drain_answer, wait_of
 from proxy.api.chat import chat_completions
 from proxy.api.completions import completions
+from proxy.api.realtime import realtime
 from proxy.api.responses.endpoint import responses
 from proxy.api.tokens import detokenize, tokenize
 from proxy.api.transcriptions import transcriptions
@@ -95,8 +96,12 @@ def make_router(service: Service) -> APIRouter:
 
 
 def _add_others(router: APIRouter, service: Service) -> None:
-    """Add the routes of programs that look after servers: vLLM's and SageMaker's names, and Prometheus'."""
+    """Add the websocket, and routes of programs that look after servers: vLLM's, SageMaker's and Prometheus'."""
     whole = ClusterMetrics(service)
+
+    @router.websocket("/v1/realtime")
+    async def _realtime(websocket: WebSocket) -> None:
+        await realtime(service, websocket)
 
     @router.api_route("/ping", methods=["GET", "POST"])
     async def _ping() -> Response:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from common.config import Settings
 from common.errors import TriptychError
-from common.keys import TokenSet, api_keys, cluster_token, may_control
+from common.keys import TokenSet, api_keys, bearer, cluster_token, may_control
 from common.telemetry import get_logger
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ Guard = Callable[[str, str | None, str | None], bool]
 CONTROL_PATHS: Final = ("/drain", "/switch")
 LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "::1")
 _OPEN_PATHS: Final = frozenset({"/health", "/ready", "/ping"})
+KEY_PROTOCOL: Final = "openai-insecure-api-key."
+"""Begin of a websocket's subprotocol that holds the key: browsers cannot send a header."""
 _METRICS_PATHS: Final = frozenset({"/metrics", "/metrics/cluster", "/metrics/targets"})
 
 log = get_logger()
@@ -81,9 +83,11 @@ class RequireKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self.app
-        if scope["type"] == "http":
-            given = [value for name, value in scope["headers"] if name == b"authorization"]
-            header = given[0].decode("latin-1") if len(given) == 1 else None
+        if scope["type"] in ("http", "websocket"):
+            given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
+            keys = [one for one in scope.get("subprotocols", ()) if one.startswith(KEY_PROTOCOL)]
+            given += [bearer(key.removeprefix(KEY_PROTOCOL)) for key in keys]
+            header = given[0] if len(given) == 1 else None
             client = scope.get("client")
             if not self.guard(scope["path"], header, client[0] if client else None):
                 app = self.refusal

@@ -34,6 +34,7 @@ from typing import Any, Final, Literal
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 
 MIN_BODY_BYTES_PER_S: Final = 500
@@ -165,7 +166,7 @@ class BoundedProtocol(H11Protocol, asyncio.BufferedProtocol):
         self._end("invalid", b"" if answered else _error_bytes(400, "invalid_request", message))
 
     def _update_phase(self) -> None:
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self.transport.get_protocol() is not self:  # now a websocket
             self._exit_phase()
             return
         match self.conn.their_state:
@@ -236,6 +237,27 @@ class BoundedProtocol(H11Protocol, asyncio.BufferedProtocol):
         else:
             self.transport.abort()  # bytes left in its buffer must not keep it open
         self._all.on_ended(reason)
+
+
+class BoundedWebSocket(WebSocketsSansIOProtocol, asyncio.BufferedProtocol):
+    """A websocket that reads little at once, and nothing while its client does not read the answers."""
+
+    _buffer = memoryview(bytearray(PIECE_BYTES))
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(bytes(self._buffer[:nbytes]))
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.read_paused:
+            self.transport.resume_reading()
 
 
 def allowed_connections(wanted: int) -> int:

@@ -33,7 +33,7 @@ class Server(uvicorn.Server):
         limit = allowed_connections(settings.max_connections)
         http: Any = partial(BoundedProtocol, Connections(limit, settings.client_timeout_s, on_ended))
         fixed: dict[str, Any] = {"log_config": None, "access_log": False, "ws": "none", "server_header": False}
-        super().__init__(uvicorn.Config(app, http=http, **fixed, **options))
+        super().__init__(uvicorn.Config(app, http=http, **(fixed | options)))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -45,6 +45,10 @@ class ChunkingStrategy(BaseModel):
     prefix_padding_ms: int = Field(300, ge=0, le=10_000)
     silence_duration_ms: int = Field(2000, ge=0, le=60_000)
 
+    @property
+    def voice(self) -> VoiceOptions:
+        return VoiceOptions(self.threshold, self.prefix_padding_ms / 1000, self.silence_duration_ms / 1000)
+
     @model_validator(mode="before")
     @classmethod
     def _of_text(cls, value: Any) -> Any:
@@ -118,11 +122,9 @@ class TranscriptionForm(BaseModel):
 
     @property
     def voice(self) -> VoiceOptions | None:
-        chunking = self.chunking_strategy
-        if chunking is None:
-            return VoiceOptions() if self.vad_filter else None
-        padding_s, silence_s = chunking.prefix_padding_ms / 1000, chunking.silence_duration_ms / 1000
-        return VoiceOptions(chunking.threshold, padding_s, silence_s)
+        if self.chunking_strategy is not None:
+            return self.chunking_strategy.voice
+        return VoiceOptions() if self.vad_filter else None
 
     @property
     def has_segments(self) -> bool:

@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import FailFast, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection
 from starlette.types import Receive, Scope, Send
 
 from common.errors import ErrorInfo, TriptychError, invalid
@@ -37,7 +38,7 @@ _UNSERVED: Final = {
     "/v1/assistants": "assistants",
     "/v1/threads": "threads",
     "/v1/vector_stores": "vector stores",
-    "/v1/realtime": "realtime sessions",
+    "/v1/realtime": "realtime sessions without a websocket",
     "/v1/messages": "Anthropic's messages",
     "/api/": "Ollama's routes",
 }
@@ -82,7 +83,7 @@ def error_response(info: ErrorInfo, status: int | None = None, headers: dict[str
 
 async def refusal(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer with OpenAI's 401; the given key appears nowhere."""
-    given = "authorization" in Request(scope).headers
+    given = "authorization" in HTTPConnection(scope).headers or bool(scope.get("subprotocols"))
     message = "the API key is not one of this server's" if given else "this server wants an API key"
     info = ErrorInfo("invalid_api_key", f"{message}: send it as `Authorization: Bearer KEY`")
     await error_response(info)(scope, receive, send)

@@ -82,10 +82,6 @@ class ProxyMetrics:
             "helper_crashes",
             "Times that a process that decodes recordings died or took too long, and was started anew.",
         )
-        self.scrape_failures = counter(
-            "scrape_failures", "Instances without readable metrics when /metrics/cluster asked them.", ["role"]
-        )
-        self.traces_lost = counter("traces_lost", "Ended requests whose traces the collector did not take.")
         self.handoffs = Rate()
         """Inputs, and keys and values, that have come to their destinations."""
         self.workers = gauge("workers", "Workers in use.", ["role"])
@@ -98,6 +94,17 @@ class ProxyMetrics:
             ["role"],
         )
         self._add_gateway_names()
+        self._add_rare_ones()
+
+    def _add_rare_ones(self) -> None:
+        common: dict[str, Any] = {"namespace": _NAMESPACE, "registry": self.registry}
+        self.scrape_failures = Counter(
+            "scrape_failures", "Instances without readable metrics when /metrics/cluster asked.", ["role"], **common
+        )
+        self.traces_lost = Counter("traces_lost", "Ended requests whose traces the collector did not take.", **common)
+        self.realtime_sessions = Gauge("realtime_sessions", "Open realtime sessions.", **common)
+        what = "From the arrival of the audio in which words were first heard to their event."
+        self.realtime_delay = Histogram("realtime_delay_seconds", what, ["event"], buckets=_LATENCY_S, **common)
 
     def _add_gateway_names(self) -> None:
         """Add what gateways for inference read of a server, under vLLM's names; here of the whole cell."""

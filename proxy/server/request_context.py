@@ -84,6 +84,8 @@ class RequestContext:
 
     request: Request
     id: str
+    given_id: str
+    """The client's own id, where it gave one."""
     created_s: float
     """Unix time; the others are of the monotonic clock."""
     arrival_s: float
@@ -157,29 +159,10 @@ class AdmissionController:
     async def answer(self, request: Request, prefix: str, max_body_bytes: int, endpoint: Endpoint) -> Response:
         """Answer a request by `endpoint`; the request id begins with `prefix`.
 
-        Raises the errors of `endpoint` before the first payload, and TriptychError("overloaded") over the limit.
+        Raises the errors of `endpoint` before the first payload, and those of `admit`.
         """
-        request_id = f"{prefix}-{uuid.uuid4().hex}"
-        given = request.headers.get(REQUEST_ID_HEADER, "")
-        request.state.request_id = header_id = given if _CLIENT_ID.fullmatch(given) else request_id
-        if self.closing:
-            self.metrics.refused.labels("closing").inc()
-            raise TriptychError("unavailable", "the server is shutting down; try again shortly")
-        if self.inflight >= self.limit:
-            self.metrics.refused.labels("inflight").inc()
-            message = f"{self.inflight} requests are under way, at most {self.limit} are allowed (--max-inflight)"
-            raise Overloaded(f"{message}; try again shortly")
-        self.inflight += 1
-        self.metrics.inflight.inc()
-        now_s = time.monotonic()
-        deadline_s = now_s + self.timeout_s
-        context = RequestContext(
-            request, request_id, time.time(), now_s, deadline_s, max_body_bytes, Reservation(self.budget)
-        )
-        traceparent = request.headers.get("traceparent")
-        self.timelines.open(request_id, request.url.path, self.model, context.created_s, traceparent)
-        headers = {REQUEST_ID_HEADER: header_id}
-        log.debug("request accepted", request=request_id, route=request.url.path)
+        context = self.admit(request, prefix, max_body_bytes)
+        headers = {REQUEST_ID_HEADER: context.given_id}
         payloads = endpoint(context)
         stream: EventStream | None = None
         try:
@@ -200,30 +183,55 @@ class AdmissionController:
             if stream is None:
                 await self._end(context, payloads)
 
+    def admit(self, request: Request, prefix: str, max_body_bytes: int) -> RequestContext:
+        """Return the context of a request that is under way until `release`. Raises Overloaded over the limit."""
+        request_id = f"{prefix}-{uuid.uuid4().hex}"
+        given = request.headers.get(REQUEST_ID_HEADER, "")
+        request.state.request_id = header_id = given if _CLIENT_ID.fullmatch(given) else request_id
+        if self.closing:
+            self.metrics.refused.labels("closing").inc()
+            raise TriptychError("unavailable", "the server is shutting down; try again shortly")
+        if self.inflight >= self.limit:
+            self.metrics.refused.labels("inflight").inc()
+            message = f"{self.inflight} requests are under way, at most {self.limit} are allowed (--max-inflight)"
+            raise Overloaded(f"{message}; try again shortly")
+        self.inflight += 1
+        self.metrics.inflight.inc()
+        now_s = time.monotonic()
+        deadline_s = now_s + self.timeout_s
+        held = Reservation(self.budget)
+        context = RequestContext(request, request_id, header_id, time.time(), now_s, deadline_s, max_body_bytes, held)
+        traceparent = request.headers.get("traceparent")
+        self.timelines.open(request_id, request.url.path, self.model, context.created_s, traceparent)
+        log.debug("request accepted", request=request_id, route=request.url.path)
+        return context
+
     async def _end(self, context: RequestContext, payloads: AsyncGenerator[Payload]) -> None:
-        """Close the endpoint, which aborts unfinished jobs; release all resources of the request; log the end."""
+        """Close the endpoint, which aborts unfinished jobs, and release the request."""
         try:
             await payloads.aclose()
         finally:
-            if context.tickets is not None:
-                context.tickets.release()
-            context.held.release()
-            self.inflight -= 1
-            self.metrics.inflight.dec()
-            first_s, now_s = context.first_token_s, time.monotonic()
-            figures = {
-                "prompt_tokens": context.prompt_tokens,
-                "completion_tokens": context.completion_tokens,
-                "ttft_ms": None if first_s is None else round(1000 * (first_s - context.arrival_s)),
-                "total_ms": round(1000 * (now_s - context.arrival_s)),
-                "outcome": context.outcome,
-            }
-            stages_ms = self.timelines.close(context.id, figures)
-            route = context.request.url.path
-            given = context.request.state.request_id
-            client = {} if given == context.id else {"client_request": given}
-            client |= {"route": route, "model": self.model, "stages_ms": stages_ms}
-            log.info("request ended", request=context.id, **client, **figures)
+            self.release(context)
+
+    def release(self, context: RequestContext) -> None:
+        """Release all resources of a request, and log its end."""
+        if context.tickets is not None:
+            context.tickets.release()
+        context.held.release()
+        self.inflight -= 1
+        self.metrics.inflight.dec()
+        first_s, now_s = context.first_token_s, time.monotonic()
+        figures = {
+            "prompt_tokens": context.prompt_tokens,
+            "completion_tokens": context.completion_tokens,
+            "ttft_ms": None if first_s is None else round(1000 * (first_s - context.arrival_s)),
+            "total_ms": round(1000 * (now_s - context.arrival_s)),
+            "outcome": context.outcome,
+        }
+        stages_ms = self.timelines.close(context.id, figures)
+        client: dict[str, Any] = {} if context.given_id == context.id else {"client_request": context.given_id}
+        client |= {"route": context.request.url.path, "model": self.model, "stages_ms": stages_ms}
+        log.info("request ended", request=context.id, **client, **figures)
 
 
 async def _unless_disconnected(context: RequestContext, work: Awaitable[T]) -> T:
