@@ -1,6 +1,6 @@
-"""`python -m tools.bench.realtime`: how long after a word is spoken its text comes, and after the last the whole text.
+"""`python -m tools.bench.realtime`: how long after a word is spoken its text comes, and after the commit the whole text.
 
-Recordings are sent as a microphone sends them: 100 ms of audio each 100 ms, with a pause after each recording. An
+Recordings are sent as a microphone sends them: 100 ms of audio each 100 ms, with a commit at each recording's end. An
 upload of the same audio tells when each word ends (`timestamp_granularities[]=word`), and the text that is expected.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 RATE: Final = 24_000
 PIECE_S: Final = 0.1
-PAUSE_S: Final = 1.5
+_MANUAL: Final = {"type": "transcription", "audio": {"input": {"turn_detection": None}}}
 _EVENT: Final = "conversation.item.input_audio_transcription"
 _ROOT: Final = Path(__file__).resolve().parents[2]
 RECORDINGS: Final = [_ROOT / "tests" / "data" / name for name in ("dashwood.flac", "amiable.wav")]
@@ -40,7 +40,7 @@ RECORDINGS: Final = [_ROOT / "tests" / "data" / name for name in ("dashwood.flac
 
 @dataclass
 class Heard:
-    """Times of one recording in seconds: of told words and of the whole text after the end of the word, both."""
+    """Times in seconds: from the end of a word to its delta, and from the end of a recording to its whole text."""
 
     words_s: list[float] = field(default_factory=list)
     completed_s: list[float] = field(default_factory=list)
@@ -69,7 +69,7 @@ def realtime(
     cells = [str(sessions), f"{heard.num_words}", f"{heard.num_early}", f"{heard.num_wrong}"]
     cells += [_percentiles_ms(times) for times in (heard.words_s, heard.completed_s)]
     head = ["sessions", "words", "told before the end", "other than of the upload"]
-    head += ["delta after its words, p50 / p90, ms", "completed after the last word, p50 / p90, ms"]
+    head += ["delta after its words, p50 / p90, ms", "completed after the commit, p50 / p90, ms"]
     print(markdown(head, [cells]))
 
 
@@ -100,16 +100,18 @@ async def _session(
 ) -> None:
     await asyncio.sleep(wait_s)
     async with connect(server.replace("http", "ws", 1) + "/v1/realtime", proxy=None) as socket:
+        await socket.send(json.dumps({"type": "session.update", "session": _MANUAL}))
         for samples, words in zip(files, timed, strict=True):
+            end_s = len(samples) / RATE
             speaking = asyncio.create_task(_speak(socket, samples))
             told: list[tuple[str, float]] = []
             begin_s = time.monotonic()
             while (event := json.loads(await socket.recv()))["type"] != f"{_EVENT}.completed":
                 if event["type"] == f"{_EVENT}.delta":
                     told += [(_plain(word), time.monotonic() - begin_s) for word in event["delta"].split()]
-            heard.completed_s.append(time.monotonic() - begin_s - words[-1][1])
+            heard.completed_s.append(time.monotonic() - begin_s - end_s)
             final = [_plain(word) for word in event["transcript"].split()]
-            _count(heard, told, words, final, len(samples) / RATE)
+            _count(heard, told, words, final, end_s)
             await speaking
 
 
@@ -128,12 +130,13 @@ def _count(
 
 
 async def _speak(socket: ClientConnection, samples: npt.NDArray[np.float32]) -> None:
-    pcm = (np.concatenate([samples, np.zeros(round(PAUSE_S * RATE))]).clip(-1, 1) * 32767).astype("<i2").tobytes()
+    pcm = (samples.clip(-1, 1) * 32767).astype("<i2").tobytes()
     begin_s, size = time.monotonic(), 2 * round(PIECE_S * RATE)
     for number, begin in enumerate(range(0, len(pcm), size), 1):
         await asyncio.sleep(max(0.0, begin_s + number * PIECE_S - time.monotonic()))
         audio = base64.b64encode(pcm[begin : begin + size]).decode()
         await socket.send(json.dumps({"type": "input_audio_buffer.append", "audio": audio}))
+    await socket.send(json.dumps({"type": "input_audio_buffer.commit"}))
 
 
 def _plain(word: str) -> str:
