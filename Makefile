@@ -103,14 +103,13 @@ PODS ?=
 helm-test: $(if $(PODS),$(VENV)/test.stamp) ## Render the Helm chart for many values, check every object (Linux on x86-64); PODS=1: run its pods, too.
 	@python=$$(.ci/find_python "$(PYTHON)") && PYTHON="$$python" PODS=$(PODS) POD_PYTHON=$(BIN)/python tools/kubernetes/test.sh
 
-# Images where a Docker engine answers. Nothing is published.
+# Nothing is published.
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 dist: $(BIN)/python ## Build what a release publishes: the wheel, checked in an environment of its own, and images with the version.
 	@rm -rf dist build/lib build/bdist.*
 	@$(PIP) wheel --quiet --no-deps --wheel-dir dist .
 	@PYTHON=$(CURDIR)/$(BIN)/python .ci/check_wheel.sh dist/triptych-$(VERSION)-py3-none-any.whl $(VERSION)
-	@if docker info >/dev/null 2>&1; then TRIPTYCH_TAG=$(VERSION) docker compose build; \
-		else echo "no Docker engine answers: no images"; fi
+	@PYTHON=$(CURDIR)/$(BIN)/python .ci/images.sh $(VERSION) dist
 
 gpu-check: $(VENV)/test.stamp ## On a machine with a GPU: what is there, is everything right, and how fast is it?
 	@$(BIN)/python -m tools.gpu_check.environment

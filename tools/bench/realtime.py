@@ -1,4 +1,4 @@
-"""`python -m tools.bench.realtime`: how long after a word is spoken its text comes, and the whole text after the commit.
+"""`python -m tools.bench.realtime`: how soon after a word is spoken its text comes, and the whole text after a commit.
 
 Recordings are sent as a microphone sends them: 100 ms of audio each 100 ms, with a commit at each recording's end. An
 upload of the same audio tells when each word ends (`timestamp_granularities[]=word`), and the text that is expected.
