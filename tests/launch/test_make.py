@@ -80,4 +80,4 @@ def test_a_release_is_built_and_checked_under_the_version_of_the_project() -> No
     command = ["make", "--dry-run", "--no-print-directory", "dist"]
     script = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
     assert f".ci/check_wheel.sh dist/triptych-{version}-py3-none-any.whl {version}" in script
-    assert f"TRIPTYCH_TAG={version} docker compose build" in script
+    assert f".ci/images.sh {version} dist" in script
