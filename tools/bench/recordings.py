@@ -50,7 +50,8 @@ def recordings(
         )
         for block in matcher.get_matching_blocks():
             pairs = zip(ours.words[block.a :][: block.size], theirs.words[block.b :][: block.size], strict=True)
-            apart_ms += [1000 * abs(one[side] - two[side]) for one, two in pairs for side in (1, 2)]
+            for (_, begin, end), (_, their_begin, their_end) in pairs:
+                apart_ms += [1000 * abs(begin - their_begin), 1000 * abs(end - their_end)]
     apart_ms.sort()
     print(f"{len(paths)} recordings, {num_words} words; {equal} texts are equal")
     rates = [f"{count} ({count / num_words:.1%})" for count in (errors, errors_other)]

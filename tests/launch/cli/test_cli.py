@@ -77,7 +77,7 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         ("serve signpots", "did you mean 'signpost'?"),
         ("serve ./no-such-folder", "cannot find the model './no-such-folder': the folder does not exist"),
         ("serve /no/such/folder", "cannot find the model '/no/such/folder': the folder does not exist"),
-        ("serve signpost --broker nonsense://x", "broker"),
+        ("serve signpost --port 0 --broker nonsense://x", "broker"),
         ("serve signpost --prot 1", "--prot"),
         ("worker --role encoder", "give --broker"),
         ("worker --role cook", "--role"),
