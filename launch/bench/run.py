@@ -154,8 +154,9 @@ def _report(console: Console, run: Run) -> None:
     parts = [
         f"{len(run.good)} of {len(run.results)} requests answered in {run.duration_s:.2f} s",
         f"{figures['request_throughput']:.2f} requests/s",
-        f"{figures['output_token_throughput']:.1f} output tokens/s",
     ]
+    if figures["output_token_throughput"]:  # transcriptions count seconds
+        parts.append(f"{figures['output_token_throughput']:.1f} output tokens/s")
     if figures["goodput"] is not None:
         parts.append(f"goodput {figures['goodput']:.2f} requests/s")
     console.print(" · ".join(parts), highlight=False)

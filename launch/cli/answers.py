@@ -106,10 +106,9 @@ def summary(outcomes: Sequence[ClientResult], wall_s: float) -> str:
     """Return a line with the number of answers and the total rate."""
     good = [outcome for outcome in outcomes if outcome.error is None]
     tokens = sum(outcome.completion_tokens or 0 for outcome in good)
-    return (
-        f"{len(good)} of {len(outcomes)} requests answered in {wall_s:.2f} s · "
-        f"{len(good) / wall_s:.2f} requests/s · {tokens / wall_s:.1f} tokens/s"
-    )
+    rate = f" · {tokens / wall_s:.1f} tokens/s" if tokens else ""  # transcriptions count seconds
+    answered = f"{len(good)} of {len(outcomes)} requests answered in {wall_s:.2f} s"
+    return f"{answered} · {len(good) / wall_s:.2f} requests/s{rate}"
 
 
 def timeline_table(spans: Sequence[dict[str, Any]], width: int = 40) -> Table:

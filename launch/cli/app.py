@@ -267,10 +267,13 @@ def samples(
       triptych samples
       triptych samples /tmp/triptych-samples
     """
-    from launch.cluster.local_registry import local_url
+    from launch.cluster.local_registry import local_urls
     from launch.demo.samples import write_samples
 
-    typer.echo(write_samples(folder, local_url()))
+    urls = local_urls()
+    typer.echo(write_samples(folder, urls[0]))
+    if len(urls) > 1:
+        typer.echo(f"Several clusters of yours run here: give `triptych request` a --url, {' or '.join(urls)}")
 
 
 for _command in (

@@ -24,11 +24,19 @@ MEDIA_TYPES = {
     ".webp": "image/webp",
     ".gif": "image/gif",
     ".bmp": "image/bmp",
+    ".avif": "image/avif",
+    ".tif": "image/tiff",
+    ".tiff": "image/tiff",
     ".wav": "audio/wav",
     ".flac": "audio/flac",
     ".mp3": "audio/mpeg",
     ".ogg": "audio/ogg",
     ".opus": "audio/ogg",
+    ".m4a": "audio/mp4",
+    ".aac": "audio/aac",
+    ".aif": "audio/aiff",
+    ".aiff": "audio/aiff",
+    ".webm": "audio/webm",
 }
 
 
@@ -134,6 +142,8 @@ def _report(console: Console, outcomes: list[ClientResult], wall_s: float) -> No
     elif good and good[0].ttft_s is not None:  # one has no percentiles
         console.print(f"first token after {1000 * good[0].ttft_s:.0f} ms", highlight=False)
     failed = [outcome for outcome in outcomes if outcome.error is not None]
+    if len(outcomes) == 1:  # its error stands above
+        return
     if failed:
         console.print(f"{len(failed)} failed:", style="bold red")
     for outcome in failed:

@@ -94,10 +94,15 @@ def local_url() -> str:
 
     Raises TriptychError("invalid_request") where several run.
     """
-    urls = sorted(entry.base_url for entry in _living())
+    urls = local_urls()
     if len(urls) > 1:
         raise invalid(f"several clusters of yours run here: give --url, {' or '.join(urls)}")
-    return urls[0] if urls else "http://127.0.0.1:8000"
+    return urls[0]
+
+
+def local_urls() -> list[str]:
+    """Return the URLs of this user's clusters on this machine; without any, that of the default port."""
+    return sorted(entry.base_url for entry in _living()) or ["http://127.0.0.1:8000"]
 
 
 def reach(settings: Settings) -> Settings:

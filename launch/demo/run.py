@@ -6,7 +6,9 @@ import asyncio
 import io
 import random
 import shlex
+import shutil
 import signal
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +101,9 @@ def _next_steps(first: Question, kept: Path | None) -> str:
     if kept is not None:
         ask = [f'triptych request {shlex.quote(str(kept / "picture-1.png"))} --prompt "{first.text}"']
         ask.append(f"cat {shlex.quote(str(kept / 'answers.txt'))}")
-    return "\n  ".join(["\nnext, the first in a terminal of its own:", "triptych serve signpost", *ask])
+    found = shutil.which("triptych") is not None
+    begin = [] if found else [f"source {shlex.quote(sys.prefix)}/bin/activate   # in each terminal"]
+    return "\n  ".join(["\nnext, `serve` in a terminal of its own:", *begin, "triptych serve signpost", *ask])
 
 
 def choose_questions(rng: random.Random, pictures: int) -> list[Question]:

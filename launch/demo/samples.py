@@ -21,7 +21,7 @@ MEANING: Final = {
 }
 _CHAT: Final = (
     """-H 'content-type: application/json' -d '{"max_tokens": 16, "messages": [{"role": "user", "content": ["""
-    """{"type": "image_url", "image_url": {"url": "data:image/png;base64,'"$(base64 -w0 SIGN)"'"}}, """
+    """{"type": "image_url", "image_url": {"url": "data:image/png;base64,'"$(base64 < SIGN | tr -d "\\n")"'"}}, """
     """{"type": "text", "text": "What does the sign say?"}]}]}'"""
 )
 _COMPLETION: Final = """-H 'content-type: application/json' -d '{"max_tokens": 16, "prompt": "'"$(cat NUMBER)"'"}'"""

@@ -315,7 +315,7 @@ def _transcribe(
 ) -> Speech:
     """Transcribe the one audio input of a conversation; text beside it is the hint of earlier speech."""
     if len(media) != 1:
-        message = f"{service.model_name} transcribes one clip (input_audio or audio_url) per request, not {len(media)}"
+        message = f"{service.model_name} writes down speech: send one clip (input_audio or audio_url), not {len(media)}"
         raise invalid(message, "messages")
     for name, used in (
         ("n", body.num_choices > 1 or body.picks_best),

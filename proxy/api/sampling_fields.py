@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from common.config import closest
 from common.errors import TriptychError, invalid
 from common.sampling_params import (
     MAX_LENGTH_PENALTY,
@@ -160,7 +161,8 @@ class GenerationRequest(StructuredFields, ABC):
             if name in IGNORED:
                 continue
             if name not in ACCEPTED_OFF:
-                raise invalid(f"{name:.80} is not a known field: leave it out", name[:80])
+                near = closest(name[:80], type(self).model_fields)
+                raise invalid(f"{name:.80} is not a known field: leave it out{near}", name[:80])
             if not any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in ACCEPTED_OFF[name]):
                 raise unsupported(name, value)
         return self

@@ -230,7 +230,7 @@ async def _read_form(context: RequestContext) -> tuple[TranscriptionForm, bytes]
     try:
         file = raw.get("file")
         if not isinstance(file, UploadFile):
-            raise invalid("the form has no file", "file")
+            raise invalid("the form has no file: send it as the field `file` (curl: -F file=@PATH)", "file")
         context.held.reserve(file.size or 0)
         form, data = _validate(raw), await file.read()
     finally:

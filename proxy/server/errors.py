@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
 from starlette.types import Receive, Scope, Send
 
+from common.config import closest
 from common.errors import ErrorInfo, TriptychError, invalid
 from common.telemetry import get_logger
 
@@ -19,6 +20,7 @@ RETRY_AFTER_S: Final = 1
 _TYPES: Final = {404: "not_found_error", 429: "rate_limit_error"}
 
 _SERVED: Final = "/v1/chat/completions, /v1/completions, /v1/audio/transcriptions and /v1/audio/translations"
+_ROUTES: Final = ("/v1/models", "/v1/responses", *_SERVED.replace(" and ", ", ").split(", "))
 _UNSERVED: Final = {
     "/v1/embeddings": "embeddings",
     "/v1/moderations": "moderations",
@@ -141,7 +143,11 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def on_http(request: Request, error: HTTPException) -> JSONResponse:
         path = request.url.path
-        messages = {404: f"no route {path}{_instead(path)}", 405: f"{request.method} is not allowed here"}
+        allowed = (error.headers or {}).get("Allow", "another method")
+        messages = {
+            404: f"no route {path}{_instead(path) or closest(path[:80], _ROUTES)}",
+            405: f"{request.method} is not allowed here: use {allowed}",
+        }
         message = messages.get(error.status_code, str(error.detail))
         code = "not_found" if error.status_code == 404 else "invalid_request"
         headers = dict(error.headers) if error.headers else None

@@ -70,6 +70,7 @@ def test_messages_of_the_troubleshooting_page_exist() -> None:
     page = (ROOT / "docs" / "how-to" / "troubleshooting.md").read_text()
     messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     source = "".join(path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    messages.remove("triptych: command not found")  # the shell's
     assert len(messages) == 5
     for message in messages:
         assert message.partition(" (")[0] in source, message

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from common.config import closest
 from common.errors import TriptychError, invalid
 from proxy.api.openai_types import MAX_MESSAGES, ChatRequest
 from proxy.server.errors import FIRST_ERROR, from_validation
@@ -81,7 +82,8 @@ class ResponsesRequest(BaseModel):
     def _refuse_unsupported(self) -> ResponsesRequest:
         for name, value in (self.model_extra or {}).items():
             if name not in PASSED_ON | IGNORED | OFF.keys():
-                raise invalid(f"{name:.80} is not a known field", name[:80])
+                near = closest(name[:80], (*type(self).model_fields, *PASSED_ON))
+                raise invalid(f"{name:.80} is not a known field{near}", name[:80])
             if name in OFF and value is not None and value not in OFF[name]:
                 raise invalid(f"{name} is not supported, {value!r:.80} was given", name)
         if "message.output_text.logprobs" in (self.include or ()):

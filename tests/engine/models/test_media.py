@@ -82,7 +82,8 @@ class TestPictures:
     def test_decompression_bombs_are_refused_by_their_header(self) -> None:
         for width in (10_000, 60_000):
             message = refused(decode_image, png_header(width, 50_000))
-            assert str(MAX_PIXELS) in message or "exceeds limit" in message
+            assert str(MAX_PIXELS) in message
+            assert "scale it down" in message
 
     @pytest.mark.parametrize("media", [b"", b"not a picture", b"<svg/>", b"%PDF-1.7", bytes(1000)])
     def test_other_bytes_are_no_picture(self, media: bytes) -> None:

@@ -136,6 +136,11 @@ def test_ctrl_c_cancels_and_tells_what_was_done(api: FakeApi) -> None:
     assert "interrupted: 1 requests did not end" in output
 
 
+def test_a_rate_of_tokens_is_told_where_tokens_are_counted() -> None:
+    outcome = ClientResult(ClientRequest("a.wav", ""), latency_s=2.0, text="words")
+    assert summary([outcome], 2.0) == "1 of 1 requests answered in 2.00 s · 0.50 requests/s"
+
+
 def test_nobody_there_is_one_clear_error() -> None:
     options = ClientOptions("http://127.0.0.1:1", None, max_tokens=8, temperature=0.0, timeout_s=5)
     with pytest.raises(TriptychError, match=r"no OpenAI API at http://127.0.0.1:1 .*triptych serve"):

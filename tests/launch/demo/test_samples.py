@@ -5,14 +5,17 @@ from __future__ import annotations
 import io
 import json
 import subprocess
+import sys
 from pathlib import Path
 from random import Random
 
 import pytest
 import soundfile
 from PIL import Image
+from typer.testing import CliRunner
 
 from common.errors import TriptychError
+from launch.cli.app import app
 from launch.demo.run import _next_steps, choose_questions, keep_pictures
 from launch.demo.samples import write_samples
 
@@ -83,6 +86,21 @@ def test_kept_pictures_come_with_questions_and_answers(tmp_path: Path) -> None:
     for name, _, _ in lines:
         with Image.open(tmp_path / "kept" / name) as picture:
             picture.verify()
+
+
+def test_samples_are_written_though_several_clusters_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+    monkeypatch.setattr("launch.cluster.local_registry.local_urls", lambda: urls)
+    said = CliRunner().invoke(app, ["samples", str(tmp_path / "samples")])
+    assert said.exit_code == 0
+    assert (tmp_path / "samples" / "sign.png").exists()
+    assert "a --url, http://127.0.0.1:1 or http://127.0.0.1:2" in said.output
+
+
+def test_the_demo_says_how_to_get_its_commands_where_the_shell_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    question = choose_questions(Random(1), 1)[0]
+    monkeypatch.setenv("PATH", "")
+    assert f"source {sys.prefix}/bin/activate" in _next_steps(question, None)
 
 
 def test_the_demo_ends_with_commands_for_its_files() -> None:

@@ -45,6 +45,7 @@ async def test_fields_that_say_nothing_about_the_answer_are_accepted(rig) -> Non
         ({"cache_salt": "mine"}, "cache_salt is not supported ('mine' was given): leave it out"),
         ({"web_search_options": {}}, "web_search_options is not supported ({} was given): leave it out"),
         ({"nothing_known": 1}, "nothing_known is not a known field: leave it out"),
+        ({"temprature": 1}, "temprature is not a known field: leave it out; did you mean 'temperature'?"),
         ({"messages": []}, "messages needs at least 1 item, it has 0"),
         ({"messages": [{**MESSAGES[0], "audio": {"id": "x"}}]}, "messages.audio is not supported"),
     ],

@@ -242,7 +242,8 @@ async def test_a_form_that_cannot_be_read_is_400_and_says_why(serve, whisper_mod
             assert (content_type, status) == (content_type, 400)
             assert content_type.rpartition("charset=")[2] in message or "boundary" in message
         for content_type in ('Multipart/Form-Data; boundary="x"; charset="UTF-8"', "multipart/form-data;boundary=x"):
-            assert await post(content_type) == (400, "the form has no file")
+            status, message = await post(content_type)
+            assert (status, message.partition(":")[0]) == (400, "the form has no file")
 
 
 async def test_bad_fields_are_named(speech_rig):

@@ -39,6 +39,16 @@ async def test_unknown_routes_and_methods_have_openais_shape(rig):
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
+async def test_a_route_or_method_a_little_off_is_told_what_was_meant(rig):
+    for method, path, said in (
+        ("POST", "/chat/completions", "no route /chat/completions; did you mean '/v1/chat/completions'?"),
+        ("POST", "/nothing/of/the/kind", "no route /nothing/of/the/kind"),
+        ("GET", "/v1/completions", "GET is not allowed here: use POST"),
+    ):
+        response = await rig.http.request(method, path)
+        assert response.json()["error"]["message"] == said
+
+
 def _chat(**fields):
     return {"messages": [{"role": "user", "content": "hi"}], **fields}
 
