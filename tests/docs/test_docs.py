@@ -65,6 +65,25 @@ def test_commands_in_documents_exist(page: Path) -> None:
                 assert words[1] in targets, line
 
 
+@pytest.mark.parametrize("name", ["add-a-request-field", "add-a-transport"])
+def test_the_files_of_a_walk_exist(name: str) -> None:
+    text = (ROOT / "docs" / "how-to" / f"{name}.md").read_text()
+    paths = re.findall(r"`([\w./-]+\.(?:py|json|md|toml))`", text)
+    files = {path for path in paths if "/" in path or path.endswith((".md", ".toml"))}
+    assert len(files) > 5
+    for path in files:
+        assert (ROOT / path).is_file(), path
+
+
+def test_the_walk_of_a_request_field_names_the_places_of_a_field_that_exists() -> None:
+    """The files with `no_repeat_ngram_size`, which goes through all of the walk but one route."""
+    text = (ROOT / "docs" / "how-to" / "add-a-request-field.md").read_text()
+    for folder in ("common", "engine", "proxy", "docs/reference"):
+        for path in (path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md")):
+            if "no_repeat_ngram_size" in path.read_text():
+                assert f"`{path.relative_to(ROOT)}`" in text, path
+
+
 def test_messages_of_the_troubleshooting_page_exist() -> None:
     """What a person sees, in the first column, is found in the product's source."""
     page = (ROOT / "docs" / "how-to" / "troubleshooting.md").read_text()
