@@ -33,8 +33,7 @@ def decode_image(media: bytes) -> Image.Image:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # MAX_PIXELS decides
             image = Image.open(io.BytesIO(media), formats=FORMATS)
         if image.width * image.height > MAX_PIXELS:
-            size = f"{image.width} x {image.height} pixels"
-            message = f"the picture has {size}; at most {MAX_PIXELS} are accepted: scale it down"
+            message = f"the picture has {image.width} x {image.height} pixels, over {MAX_PIXELS}: scale it down"
             raise TriptychError("bad_media", message)
         image.load()
         with contextlib.suppress(Exception):  # damaged EXIF fails in many ways, and the image is good without it
@@ -43,8 +42,7 @@ def decode_image(media: bytes) -> Image.Image:
     except TriptychError:
         raise
     except Image.DecompressionBombError as error:  # at twice PIL's own limit, before there are numbers
-        message = f"the picture has far more than the {MAX_PIXELS} pixels that are accepted: scale it down"
-        raise TriptychError("bad_media", message) from error
+        raise TriptychError("bad_media", f"the picture has far over {MAX_PIXELS} pixels: scale it down") from error
     except UnidentifiedImageError as error:
         formats = ", ".join(FORMATS)
         message = f"the picture ({len(media)} bytes) is not in one of the formats {formats}, or its start is damaged"

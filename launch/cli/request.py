@@ -17,27 +17,11 @@ from launch.cli.client import ApiClient, ClientOptions, ClientRequest, ClientRes
 from launch.cli.console import make_console
 
 EXIT_INTERRUPTED = 130
-MEDIA_TYPES = {
-    ".png": "image/png",
-    ".jpg": "image/jpeg",
-    ".jpeg": "image/jpeg",
-    ".webp": "image/webp",
-    ".gif": "image/gif",
-    ".bmp": "image/bmp",
-    ".avif": "image/avif",
-    ".tif": "image/tiff",
-    ".tiff": "image/tiff",
-    ".wav": "audio/wav",
-    ".flac": "audio/flac",
-    ".mp3": "audio/mpeg",
-    ".ogg": "audio/ogg",
-    ".opus": "audio/ogg",
-    ".m4a": "audio/mp4",
-    ".aac": "audio/aac",
-    ".aif": "audio/aiff",
-    ".aiff": "audio/aiff",
-    ".webm": "audio/webm",
-}
+MEDIA_TYPES = (
+    {f".{kind}": f"image/{kind}" for kind in ("png", "jpeg", "webp", "gif", "bmp", "avif", "tiff")}
+    | {f".{kind}": f"audio/{kind}" for kind in ("wav", "flac", "ogg", "aac", "aiff", "webm")}
+    | {".jpg": "image/jpeg", ".tif": "image/tiff", ".mp3": "audio/mpeg", ".m4a": "audio/mp4", ".opus": "audio/ogg"}
+)
 
 
 def load_media(path: Path) -> Media:
@@ -141,10 +125,8 @@ def _report(console: Console, outcomes: list[ClientResult], wall_s: float) -> No
         console.print(latency_table(outcomes))
     elif good and good[0].ttft_s is not None:  # one has no percentiles
         console.print(f"first token after {1000 * good[0].ttft_s:.0f} ms", highlight=False)
-    failed = [outcome for outcome in outcomes if outcome.error is not None]
-    if len(outcomes) == 1:  # its error stands above
-        return
-    if failed:
+    failed = [outcome for outcome in outcomes if outcome.error is not None and len(outcomes) > 1]
+    if failed:  # the error of a single one stands above
         console.print(f"{len(failed)} failed:", style="bold red")
     for outcome in failed:
         console.print(f"  {outcome.job.name}: {outcome.error}", style="red", markup=False, highlight=False)

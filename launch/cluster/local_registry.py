@@ -94,8 +94,7 @@ def local_url() -> str:
 
     Raises TriptychError("invalid_request") where several run.
     """
-    urls = local_urls()
-    if len(urls) > 1:
+    if len(urls := local_urls()) > 1:
         raise invalid(f"several clusters of yours run here: give --url, {' or '.join(urls)}")
     return urls[0]
 

@@ -6,7 +6,6 @@ import asyncio
 import io
 import random
 import shlex
-import shutil
 import signal
 import sys
 import time
@@ -101,9 +100,8 @@ def _next_steps(first: Question, kept: Path | None) -> str:
     if kept is not None:
         ask = [f'triptych request {shlex.quote(str(kept / "picture-1.png"))} --prompt "{first.text}"']
         ask.append(f"cat {shlex.quote(str(kept / 'answers.txt'))}")
-    found = shutil.which("triptych") is not None
-    begin = [] if found else [f"source {shlex.quote(sys.prefix)}/bin/activate   # in each terminal"]
-    return "\n  ".join(["\nnext, `serve` in a terminal of its own:", *begin, "triptych serve signpost", *ask])
+    begin = f"source {shlex.quote(sys.prefix)}/bin/activate   # in each terminal"
+    return "\n  ".join(["\nnext, `serve` in a terminal of its own:", begin, "triptych serve signpost", *ask])
 
 
 def choose_questions(rng: random.Random, pictures: int) -> list[Question]:

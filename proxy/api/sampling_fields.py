@@ -161,8 +161,8 @@ class GenerationRequest(StructuredFields, ABC):
             if name in IGNORED:
                 continue
             if name not in ACCEPTED_OFF:
-                near = closest(name[:80], type(self).model_fields)
-                raise invalid(f"{name:.80} is not a known field: leave it out{near}", name[:80])
+                like = closest(name[:80], type(self).model_fields)
+                raise invalid(f"{name:.80} is not a known field: leave it out{like}", name[:80])
             if not any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in ACCEPTED_OFF[name]):
                 raise unsupported(name, value)
         return self

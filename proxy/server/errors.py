@@ -143,11 +143,8 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def on_http(request: Request, error: HTTPException) -> JSONResponse:
         path = request.url.path
-        allowed = (error.headers or {}).get("Allow", "another method")
-        messages = {
-            404: f"no route {path}{_instead(path) or closest(path[:80], _ROUTES)}",
-            405: f"{request.method} is not allowed here: use {allowed}",
-        }
+        messages = {404: f"no route {path}{_instead(path)}", 405: f"{request.method} is not allowed here"}
+        messages[405] += f": use {allowed}" if (allowed := (error.headers or {}).get("Allow")) else ""
         message = messages.get(error.status_code, str(error.detail))
         code = "not_found" if error.status_code == 404 else "invalid_request"
         headers = dict(error.headers) if error.headers else None
@@ -160,9 +157,9 @@ def install(app: FastAPI) -> None:
 
 
 def _instead(path: str) -> str:
-    """Return the end of a sentence for a route of OpenAI's or vLLM's API that is not served."""
+    """Return the end of a sentence for a route that is not served: what is, or which is like it."""
     what = next((what for prefix, what in _UNSERVED.items() if path.startswith(prefix)), None)
-    return "" if what is None else f": {what} are not served here, only {_SERVED}"
+    return closest(path[:80], _ROUTES) if what is None else f": {what} are not served here, only {_SERVED}"
 
 
 def shown(value: object) -> str:

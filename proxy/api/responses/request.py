@@ -82,8 +82,7 @@ class ResponsesRequest(BaseModel):
     def _refuse_unsupported(self) -> ResponsesRequest:
         for name, value in (self.model_extra or {}).items():
             if name not in PASSED_ON | IGNORED | OFF.keys():
-                near = closest(name[:80], (*type(self).model_fields, *PASSED_ON))
-                raise invalid(f"{name:.80} is not a known field{near}", name[:80])
+                raise invalid(f"{name:.80} is not a known field{closest(name[:80], PASSED_ON)}", name[:80])
             if name in OFF and value is not None and value not in OFF[name]:
                 raise invalid(f"{name} is not supported, {value!r:.80} was given", name)
         if "message.output_text.logprobs" in (self.include or ()):

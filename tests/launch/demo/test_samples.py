@@ -12,10 +12,9 @@ from random import Random
 import pytest
 import soundfile
 from PIL import Image
-from typer.testing import CliRunner
 
 from common.errors import TriptychError
-from launch.cli.app import app
+from launch.cli.app import samples
 from launch.demo.run import _next_steps, choose_questions, keep_pictures
 from launch.demo.samples import write_samples
 
@@ -88,19 +87,18 @@ def test_kept_pictures_come_with_questions_and_answers(tmp_path: Path) -> None:
             picture.verify()
 
 
-def test_samples_are_written_though_several_clusters_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_written_though_several_clusters_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
     monkeypatch.setattr("launch.cluster.local_registry.local_urls", lambda: urls)
-    said = CliRunner().invoke(app, ["samples", str(tmp_path / "samples")])
-    assert said.exit_code == 0
+    samples(tmp_path / "samples")
     assert (tmp_path / "samples" / "sign.png").exists()
-    assert "a --url, http://127.0.0.1:1 or http://127.0.0.1:2" in said.output
+    assert "a --url, http://127.0.0.1:1 or http://127.0.0.1:2" in capsys.readouterr().out
 
 
-def test_the_demo_says_how_to_get_its_commands_where_the_shell_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    question = choose_questions(Random(1), 1)[0]
-    monkeypatch.setenv("PATH", "")
-    assert f"source {sys.prefix}/bin/activate" in _next_steps(question, None)
+def test_the_demo_says_how_a_new_shell_gets_its_commands() -> None:
+    assert f"source {sys.prefix}/bin/activate" in _next_steps(choose_questions(Random(1), 1)[0], None)
 
 
 def test_the_demo_ends_with_commands_for_its_files() -> None:
