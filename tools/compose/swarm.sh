@@ -31,9 +31,16 @@ deploy_stack() { # as docs/deploy/swarm.md tells it
     } | docker stack deploy --resolve-image never --compose-file - "$project" 2>&1 | grep -v '^Ignoring'
 }
 
-await_replicas() { # until Swarm calls as many tasks running, that is healthy, as each service wants
+whole() { # as many tasks run as the services want; `service ls` counts those of a dead host, too, as running
+    local wanted running
+    wanted=$(docker service ls --format '{{.Replicas}}' | awk -F / '{ wanted += $2 } END { print wanted }')
+    running=$(docker stack ps --filter desired-state=running --format '{{.CurrentState}}' "$project" | grep -c ^Running)
+    [ "$running" = "$wanted" ]
+}
+
+await_replicas() { # until all tasks run, that is are healthy
     local began_s=$SECONDS
-    until docker service ls --format '{{.Replicas}}' | awk -F '[/ ]' '$1 != $2 { missing = 1 } END { exit missing || NR < 6 }'; do
+    until whole; do
         [ $((SECONDS - began_s)) -le 300 ] || { docker stack ps --no-trunc "$project" >&2; die "the stack is not whole after 300 s"; }
         sleep 0.5
     done
