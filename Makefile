@@ -93,7 +93,7 @@ $(VENV)/tiny-whisper/tokenizer_config.json: $(VENV)/test.stamp tests/tiny_models
 	@$(BIN)/python -m tests.tiny_models $(@D)
 
 ray-test: $(VENV)/test.stamp ## Run on a Ray cluster of three nodes with addresses of their own (needs root for network namespaces).
-	@RAY_CLUSTER=1 $(BIN)/python -m pytest -s -n 0 tests/launch/ray $(ARGS)
+	@RAY_CLUSTER=1 RAY_PLOT=docs/images/ray-scaling.svg $(BIN)/python -m pytest -s -n 0 tests/launch/ray $(ARGS)
 
 MULTI ?=
 compose-test: ## Build the images, run clusters in containers, ask them, kill and restart their workers; MULTI=1: on two hosts of a swarm.

@@ -7,8 +7,10 @@ import asyncio
 import base64
 import io
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,9 +24,12 @@ from engine.llm import LLM
 from launch.ray.app import Arguments, Scaling, app
 from tests.chaos.asks import picture_asks
 from tests.chaos.load import keep_asking
+from tests.equality.media import recording
 from tests.eventually import eventually
 from tests.launch.ray import raylets
+from tests.launch.ray.burst_plot import Moment, draw
 from tests.services.cluster import sign
+from tests.weights.fixtures import whisper_tiny_en  # noqa: F401 (a fixture)
 from tools.soak.asking import Reply, send
 from tools.soak.asks import Ask
 
@@ -37,6 +42,7 @@ pytestmark = [
 ]
 PORT = 8478
 IN_FLIGHT = 6
+IN_BURST = 12
 ON_HEAD: dict[str, Any] = {"resources": {"head": 0.01}}
 """Proxy and broker stay where no node is lost."""
 
@@ -124,32 +130,66 @@ def test_a_lost_node_costs_no_answer(nodes: raylets.Raylets) -> None:
     raylets.wait_for_nodes(3)
 
 
+def test_whisper_hears_on_ray_what_llm_hears(nodes: raylets.Raylets, whisper_tiny_en: Path) -> None:  # noqa: F811
+    audio, _ = recording("amiable.wav")
+    [expected] = LLM(whisper_tiny_en).transcribe(audio).outputs
+    with deployed("speech", "/", model=str(whisper_tiny_en), topology="1e1p1d") as client:
+        files, form = {"file": ("amiable.wav", audio)}, {"model": whisper_tiny_en.name, "language": "en"}
+        answer = client.post("/v1/audio/transcriptions", files=files, data=form)
+        assert answer.raise_for_status().json()["text"].strip() == expected.text.strip()
+        assert expected.text.strip() == "He might even have been made amiable himself."
+
+
 def test_encoders_come_with_a_burst_of_pictures_and_go_with_the_quiet(nodes: raylets.Raylets) -> None:
     scaling = Scaling(max_replicas=3, target_seconds=0.2, upscale_delay_s=0.0, downscale_delay_s=10.0)
     with deployed("bursts", "/", model="signpost", topology="1e1pd", scaling={"e": scaling}) as client:
-        assert replicas("bursts", "encoder") == 1
-        assert asyncio.run(_burst(client)) > 1
+        moments = asyncio.run(_burst(client))
+    counts = [moment.encoders for moment in moments]
+    print(f"encoders: {counts[0]}, {max(counts)} in the burst, {counts[-1]} after it, {moments[-1].seconds:.0f} s")
+    if file := os.environ.get("RAY_PLOT"):
+        Path(file).write_text(draw(moments))
 
-        asyncio.run(eventually(lambda: replicas("bursts", "encoder") == 1, 120.0))
 
-
-async def _burst(client: httpx.Client) -> int:
-    """Ask about fresh pictures until a second encoder runs; return how many there were then."""
+async def _burst(client: httpx.Client) -> list[Moment]:
+    """Ask about fresh pictures until a second encoder runs, and wait until one is left; return what there was when."""
     asks = [ask for ask in picture_asks("signpost", 12) if ask.name != "question 1"]
-    got, over = list[tuple[Ask, Reply]](), asyncio.Event()
+    got, over, began_s = list[tuple[Ask, Reply]](), asyncio.Event(), time.monotonic()
+    moments: list[Moment] = []
+
+    def in_flight() -> int:
+        return 0 if not moments or (over.is_set() and asking.done()) else IN_BURST
+
+    async def look() -> int:
+        encoders = await asyncio.to_thread(replicas, "bursts", "encoder")
+        moments.append(Moment(time.monotonic() - began_s, in_flight(), encoders))
+        return encoders
 
     async def grown() -> bool:
-        return await asyncio.to_thread(replicas, "bursts", "encoder") > 1
+        return await look() > 1
+
+    async def shrunk() -> bool:
+        return await look() == 1
 
     async with httpx.AsyncClient(base_url=str(client.base_url), timeout=120.0, trust_env=False) as http:
-        asking = asyncio.ensure_future(keep_asking(http, asks, 12, over, got))
+        assert await look() == 1
+        asking = asyncio.ensure_future(keep_asking(http, asks, IN_BURST, over, got))
         try:
             await eventually(grown, 180.0)
-            return await asyncio.to_thread(replicas, "bursts", "encoder")
+            enough = len(got) + 10 * IN_BURST
+
+            async def answered() -> bool:
+                await look()
+                return len(got) >= enough
+
+            await eventually(answered, 120.0)
         finally:
             over.set()
-            await asking
+            while not asking.done():
+                await asyncio.wait([asking], timeout=0.5)
+                await look()
             assert {reply.ending for _, reply in got} <= {"whole", "refused"}, [reply.error for _, reply in got]
+        await eventually(shrunk, 120.0)
+    return moments
 
 
 async def _under_loss(client: httpx.Client, asks: list[Ask], nodes: raylets.Raylets) -> list[tuple[Ask, Reply]]:
