@@ -251,7 +251,9 @@ class Settings(BaseSettings):
         "model's generation_config.json, none: OpenAI's defaults.",
         "API",
     )
-    max_inflight: int = _setting(1024, "Requests in the proxy at once; more get 429.", "API", ge=1)
+    max_inflight: int = _setting(
+        1024, "Requests in all proxies of the cluster at once, shared out evenly; more get 429.", "API", ge=1
+    )
     max_inflight_bytes: Size | None = _setting(
         None,
         "Request bodies and media in the proxy at once; more get 429.",

@@ -423,6 +423,16 @@ class InstanceRecord(msgspec.Struct, frozen=True):
         return self.http_address if "://" in self.http_address else f"http://{self.http_address}"
 
 
+class Placed(msgspec.Struct, frozen=True):
+    """A prompt that a proxy has placed, told to the cluster's other proxies: `keys` are those of the caches, `computed`
+    and `decoded` the instances, `decoded` empty where one instance does both."""
+
+    proxy: Id
+    keys: list[bytes]
+    computed: Id
+    decoded: str = ""
+
+
 ToWorker: TypeAlias = Generate | Encode | StopSequence | Abort | Inquiry | Heartbeat
 FromWorker: TypeAlias = Tokens | Encoded | Prefilled | InputNeeded | Failed
 """Replies of a worker about a request. The wire carries heartbeats beside these."""
@@ -434,6 +444,7 @@ _from_worker: msgspec.msgpack.Decoder[FromWorker | Heartbeat] = msgspec.msgpack.
 _handoff: msgspec.msgpack.Decoder[HandoffMessage] = msgspec.msgpack.Decoder(HandoffMessage)
 _tensor_header = msgspec.msgpack.Decoder(TensorHeader)
 _record = msgspec.msgpack.Decoder(InstanceRecord)
+_placed = msgspec.msgpack.Decoder(Placed)
 
 T = TypeVar("T")
 
@@ -482,3 +493,8 @@ def decode_tensor_header(data: bytes | memoryview) -> TensorHeader:
 def decode_record(data: bytes | memoryview) -> InstanceRecord:
     """Return a registry entry. Raises TriptychError("invalid_request") on any other bytes."""
     return _decode(_record, data, 64 * 2**10)
+
+
+def decode_placed(data: bytes) -> Placed:
+    """Return where another proxy placed a prompt. Raises TriptychError("invalid_request") on any other bytes."""
+    return _decode(_placed, data, MAX_CONTROL_BYTES)

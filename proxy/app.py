@@ -140,6 +140,7 @@ async def connected(service: Service, port: int) -> AsyncIterator[None]:
     registry, context = Registry(service.redis, settings.cluster), ClusterContext(ClusterKey.of(settings))
     record = _own_record(service, port)
     service.pool = WorkerPool(registry, record, service.dispatcher, service.on_failure, context)
+    service.admission.num_proxies = lambda: service.pool.num_proxies
     service.pool.start()
     traces = TraceExporter.of_environment(service.instance_id, service.metrics.traces_lost.inc)
     if traces is not None:

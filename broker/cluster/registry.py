@@ -2,8 +2,9 @@
 
 {cluster}:instances                the ids of all instances (a set)
 {cluster}:instance:{instance_id}   an InstanceRecord, gone RECORD_TTL_S seconds after the last heartbeat
-{cluster}:changes                  a pub/sub channel, notified when an instance comes, begins to leave or has left:
-                                   readers that poll the registry can then look at once
+{cluster}:changes                  a pub/sub channel: an empty message when an instance comes, begins to leave or has
+                                   left, so that readers that poll the registry can look at once; a Placed message
+                                   when one of several proxies has placed a prompt
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from redis.exceptions import RedisError
 from broker.cluster.redis_client import own_host
 from common.config import Settings
 from common.errors import TriptychError
-from common.messages import InstanceRecord, Role, decode_record, encode
+from common.messages import InstanceRecord, Placed, Role, decode_record, encode
 from common.telemetry import get_logger
 
 RECORD_TTL_S: Final = 5
@@ -95,9 +96,9 @@ class Registry:
         self._published = None
         return True
 
-    async def changes(self) -> AsyncGenerator[None]:
-        """Yield at the start, and after an instance joins, begins to leave or leaves. Poll as well: a death sends no
-        notification, and a lost connection loses some.
+    async def changes(self) -> AsyncGenerator[bytes]:
+        """Yield nothing (b"") at the start, and after an instance joins, begins to leave or leaves; else what a proxy
+        tells. Poll as well: a death sends no notification, and a lost connection loses some.
 
         Raises ResponseError where the broker does not let us listen.
         """
@@ -106,11 +107,15 @@ class Registry:
             while True:
                 message = await listener.get_message(timeout=_LISTEN_S)
                 if message is not None:
-                    yield
+                    yield message["data"] if message["type"] == "message" else b""
 
-    async def _publish(self) -> None:
+    async def tell(self, placed: Placed) -> None:
+        """Tell all listeners where a prompt was placed, as far as the broker lets us."""
+        await self._publish(encode(placed))
+
+    async def _publish(self, data: bytes = b"") -> None:
         with contextlib.suppress(RedisError):  # no right to, or no such command: those that listen look by themselves
-            await self._redis.publish(self._changes, "")
+            await self._redis.publish(self._changes, data)
 
     async def get(self, instance_id: str) -> InstanceRecord | None:
         """Return an instance's record; None if the instance is not alive."""

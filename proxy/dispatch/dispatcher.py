@@ -34,6 +34,7 @@ class Dispatcher:
 
     def __post_init__(self) -> None:
         self._placer = Placer(self._metrics)
+        self.on_placed = self._placer.learn
 
     def run(self, pool: WorkerPool, job: Job, deadline_s: float) -> AsyncGenerator[Tokens]:
         """Return the tokens of a job. Closing the generator early aborts the job.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Final, Literal
 
-from common.messages import Role
+from common.messages import Placed, Role
 from proxy.dispatch.worker import Load, Worker
 from proxy.dispatch.worker_pool import WorkerPool
 from proxy.server.metrics import ProxyMetrics
@@ -87,7 +87,7 @@ class Placement:
 
 
 class Placer:
-    """Chooses workers by outstanding tokens and by cache affinity to earlier prompts.
+    """Chooses workers by outstanding tokens and by cache affinity to earlier prompts, this proxy's and all others'.
 
     One per proxy, for all jobs. Two maps remember where prompts were computed and where they were decoded: both workers
     keep the blocks.
@@ -110,11 +110,23 @@ class Placer:
             return None
         placement = options[0] if len(options) == 1 else _better(*options)
         self._metrics.affinity.labels(placement.affinity).inc()
-        self._computed.remember(keys, (placement.prefiller or placement.decoder).instance_id)
-        if placement.prefiller is not None:
+        if placement.prefiller is None:
+            self._remember(pool, keys, placement.decoder)
+        else:
             self._metrics.decode_affinity.labels(placement.decode_affinity).inc()
-            self._decoded.remember(keys, placement.decoder.instance_id)
+            self._remember(pool, keys, placement.prefiller, placement.decoder.instance_id)
         return placement
+
+    def learn(self, placed: Placed) -> None:
+        """Remember where a prompt was placed, here or by another proxy."""
+        self._computed.remember(placed.keys, placed.computed)
+        if placed.decoded:
+            self._decoded.remember(placed.keys, placed.decoded)
+
+    def _remember(self, pool: WorkerPool, keys: list[bytes], computes: Worker, decoded: str = "") -> None:
+        if keys:
+            self.learn(placed := Placed(pool.own.instance_id, keys, computes.instance_id, decoded))
+            pool.tell(placed)
 
     def choose_prefiller(
         self, pool: WorkerPool, keys: list[bytes], decoder: Worker, failed_on: set[str], *, media: bool
@@ -131,7 +143,7 @@ class Placer:
             return None
         worker, affinity = pick_decoder(fresh, self._computed.find(keys, fresh))
         self._metrics.affinity.labels(affinity).inc()
-        self._computed.remember(keys, worker.instance_id)
+        self._remember(pool, keys, worker)
         return worker
 
     def _options(self, pool: WorkerPool, keys: list[bytes], *, media: bool) -> list[Placement]:

@@ -60,13 +60,14 @@ class RegistryWatch:
                 async with asyncio.timeout(POLL_S):
                     await self._changed.wait()
 
-    async def listen(self) -> None:
-        """Have `look` look at once when a worker comes, drains or leaves, as far as the broker tells."""
+    async def listen(self, on_told: Callable[[bytes], None]) -> None:
+        """Have `look` look at once when a worker comes, drains or leaves, and give `on_told` what other proxies tell,
+        as far as the broker lets us listen."""
         while True:
             try:
                 async with contextlib.aclosing(self._registry.changes()) as changes:
-                    async for _ in changes:
-                        self._changed.set()
+                    async for told in changes:
+                        on_told(told) if told else self._changed.set()
             except ResponseError as error:
                 why = str(error)
                 log.warning("the broker does not let us listen: new workers are used half a second later", error=why)

@@ -132,7 +132,10 @@ Endpoint = Callable[[RequestContext], AsyncGenerator[Payload]]
 
 @dataclass
 class AdmissionController:
-    """Limits of requests and their bytes in the proxy at once; more are refused before their bodies are read."""
+    """Limits of requests and their bytes in the proxy at once; more are refused before their bodies are read.
+
+    The `limit` of requests is the cluster's: each of its proxies, which `num_proxies` counts, admits an equal share.
+    """
 
     limit: int
     budget: ByteBudget
@@ -140,6 +143,7 @@ class AdmissionController:
     metrics: ProxyMetrics
     timelines: Timelines
     model: str
+    num_proxies: Callable[[], int] = lambda: 1
     inflight: int = 0
     closing: bool = False
     draining: bool = False
@@ -191,9 +195,9 @@ class AdmissionController:
         if self.closing:
             self.metrics.refused.labels("closing").inc()
             raise TriptychError("unavailable", "the server is shutting down; try again shortly")
-        if self.inflight >= self.limit:
+        if self.inflight >= (share := max(1, self.limit // self.num_proxies())):
             self.metrics.refused.labels("inflight").inc()
-            message = f"{self.inflight} requests are under way, at most {self.limit} are allowed (--max-inflight)"
+            message = f"{self.inflight} requests are under way, at most {share} are allowed (--max-inflight)"
             raise Overloaded(f"{message}; try again shortly")
         self.inflight += 1
         self.metrics.inflight.inc()

@@ -28,6 +28,7 @@ from common.messages import (
     InputSlot,
     Inquiry,
     InstanceRecord,
+    Placed,
     Prefilled,
     Role,
     TokenLogprob,
@@ -173,6 +174,11 @@ class World:
         return [sim.worker for sim in self.sims if sim.worker.record.role in roles]
 
     has_looked = True
+
+    own = InstanceRecord("proxy", "proxy", 1, "m", "f", "", "", "")
+
+    def tell(self, placed: Placed) -> None:
+        """There is no other proxy."""
 
     away_s = 1.0
     """For how long those have been away who are not here."""
