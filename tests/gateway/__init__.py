@@ -1,0 +1,1 @@
+"""Balancers and gateways that others wrote, in front of real proxies: `make gateway-test`."""
