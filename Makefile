@@ -16,7 +16,7 @@ export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-rest test-lowest lint format bench model chaos fuzz page-test clients-test soak ray-test compose-test helm-test dist gpu-check gpu-sources clean distclean
+.PHONY: help demo test test-all test-rest test-lowest lint format bench model chaos fuzz page-test clients-test soak ray-test gateway-test compose-test helm-test dist gpu-check gpu-sources clean distclean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -94,6 +94,17 @@ $(VENV)/tiny-whisper/tokenizer_config.json: $(VENV)/test.stamp tests/tiny_models
 
 ray-test: $(VENV)/test.stamp ## Run on a Ray cluster of three nodes with addresses of their own (needs root for network namespaces).
 	@RAY_CLUSTER=1 RAY_PLOT=docs/images/ray-scaling.svg $(BIN)/python -m pytest -s -n 0 tests/launch/ray $(ARGS)
+
+GATEWAY := build/gateway
+gateway-test: $(VENV)/test.stamp $(GATEWAY)/stamp ## Proxies behind HAProxy, cells behind Envoy with an endpoint picker (needs apt-get, Linux on x86-64).
+	@$(BIN)/python -m tests.gateway.programs
+	@GATEWAY=$(GATEWAY)/bin/python $(BIN)/python -m pytest -n 0 tests/gateway $(ARGS)
+
+# An environment of its own: xds-protos brings packages of names that others have, too.
+$(GATEWAY)/stamp: $(BIN)/python
+	@$(BIN)/python -m venv $(GATEWAY)
+	@$(GATEWAY)/bin/python -m pip install --quiet --disable-pip-version-check httpx prometheus-client 'xds-protos>=1.85,<2'
+	@touch $@
 
 MULTI ?=
 compose-test: ## Build the images, run clusters in containers, ask them, kill and restart their workers; MULTI=1: on two hosts of a swarm.

@@ -20,6 +20,7 @@ from tests.chaos.load import keep_asking
 from tests.eventually import eventually
 from tests.gateway import programs
 from tests.gateway.cells import Cell, cell, is_ready
+from tests.gateway.conftest import Tell
 from tests.proxy.sample_media import image_part, picture
 from tools.soak.asking import Reply, send
 from tools.soak.asks import Ask
@@ -86,7 +87,9 @@ def test_the_page_shows_the_configuration_that_is_tested() -> None:
     assert CONFIGURATION.read_text().partition("\n")[2] in PAGE.read_text()
 
 
-async def test_a_conversation_finds_its_blocks_by_whichever_proxy_it_comes(pair: Cell, balancer: str) -> None:
+async def test_a_conversation_finds_its_blocks_by_whichever_proxy_it_comes(
+    pair: Cell, balancer: str, tell: Tell
+) -> None:
     before = pair.count("triptych_proxy_affinity_total", outcome="hit")
     async with client(balancer) as http:
         for number in range(CONVERSATIONS):
@@ -100,10 +103,10 @@ async def test_a_conversation_finds_its_blocks_by_whichever_proxy_it_comes(pair:
     assert hits >= 2 * CONVERSATIONS
     asked = [pair_of(pair, url) for url in pair.urls]
     assert min(asked) >= CONVERSATIONS, "both proxies had their share"
-    print(f"\nHAProxy: {2 * CONVERSATIONS} further turns over two proxies, {hits:.0f} at the worker with the prompt")
+    tell(f"HAProxy: {2 * CONVERSATIONS} further turns over two proxies, {hits:.0f} at the worker with the prompt")
 
 
-async def test_a_picture_finds_its_output_by_whichever_proxy_it_comes(pair: Cell, balancer: str) -> None:
+async def test_a_picture_finds_its_output_by_whichever_proxy_it_comes(pair: Cell, balancer: str, tell: Tell) -> None:
     before = pair.count("triptych_encoder_output_cache_hits_total")
     pictures = [image_part(picture(f"#{number:02x}4080")) for number in range(4)]
     async with client(balancer) as http:
@@ -114,10 +117,10 @@ async def test_a_picture_finds_its_output_by_whichever_proxy_it_comes(pair: Cell
             (await http.get("/v1/models")).raise_for_status()
     hits = pair.count("triptych_encoder_output_cache_hits_total") - before
     assert hits >= len(pictures)
-    print(f"\nHAProxy: {len(pictures)} pictures twice, {hits:.0f} outputs found")
+    tell(f"HAProxy: {len(pictures)} pictures twice, {hits:.0f} outputs found")
 
 
-async def test_the_limit_holds_for_all_proxies_together(pair: Cell, balancer: str) -> None:
+async def test_the_limit_holds_for_all_proxies_together(pair: Cell, balancer: str, tell: Tell) -> None:
     body = chat("Which colours do you know?", max_tokens=400, ignore_eos=True, stream=True)
     async with client(balancer) as http:
         answers = await asyncio.gather(*(_begin(http, body) for _ in range(3 * MAX_INFLIGHT)))
@@ -126,8 +129,8 @@ async def test_the_limit_holds_for_all_proxies_together(pair: Cell, balancer: st
     assert statuses == {200: MAX_INFLIGHT, 429: 2 * MAX_INFLIGHT}
     left_s = time.monotonic()
     await eventually(lambda: pair.count("triptych_proxy_inflight") == 0, 20.0)
-    print(f"\nHAProxy: streams that their clients left ended after {time.monotonic() - left_s:.1f} s")
-    print(f"\nHAProxy: {3 * MAX_INFLIGHT} streams at once, limit {MAX_INFLIGHT}: {dict(statuses)}")
+    tell(f"HAProxy: streams that their clients left ended after {time.monotonic() - left_s:.1f} s")
+    tell(f"HAProxy: {3 * MAX_INFLIGHT} streams at once, limit {MAX_INFLIGHT}: {dict(statuses)}")
 
 
 async def _begin(http: httpx.AsyncClient, body: dict[str, Any]) -> httpx.Response:
@@ -146,7 +149,9 @@ async def test_a_key_that_is_added_works_by_all_proxies(pair: Cell, balancer: st
         await eventually(known, 10.0)
 
 
-async def test_a_killed_proxy_costs_only_the_streams_that_went_through_it(pair: Cell, balancer: str) -> None:
+async def test_a_killed_proxy_costs_only_the_streams_that_went_through_it(
+    pair: Cell, balancer: str, tell: Tell
+) -> None:
     asks = [ask for ask in picture_asks("signpost", 12) if ask.body.get("n", 1) == 1]
     (proxy,) = pair.others
     async with client(balancer) as http:
@@ -170,7 +175,7 @@ async def test_a_killed_proxy_costs_only_the_streams_that_went_through_it(pair: 
     assert len(cut) <= IN_FLIGHT
     assert all(ask.stream for ask in cut), [ask.name for ask in cut]
     assert set(endings) <= {"whole", "closed"}, [reply.error for _, reply in got if reply.ending != "whole"]
-    print(f"\nHAProxy: a proxy killed under {IN_FLIGHT} requests: {len(got)} asked, {dict(endings)}, 0 wrong")
+    tell(f"HAProxy: a proxy killed under {IN_FLIGHT} requests: {len(got)} asked, {dict(endings)}, 0 wrong")
 
 
 def pair_of(pair: Cell, url: str) -> float:
