@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal
 
 from common.errors import TriptychError
@@ -55,75 +56,66 @@ class Family:
     prompt_bos: str = ""
 
 
-_QWEN_VIDEO: Final = "engine.processors.qwen_video:QwenVideoProcessor"
+_SEES: Final = partial(Family, media_kind="image")
+_QWEN_VL: Final = partial(
+    _SEES,
+    processor="engine.processors.qwen_vl:QwenVLProcessor",
+    placeholder="image_token_id",
+    video="engine.processors.qwen_video:QwenVideoProcessor",
+)
+_TRANSLATES: Final = partial(
+    Family,
+    processor="engine.processors.text:TextTokensProcessor",
+    media_kind="text",
+    is_encoder_decoder=True,
+    cross_attention=True,
+)
 FAMILIES: Final[tuple[Family, ...]] = (
     Family("llama", ("LlamaForCausalLM",)),
     Family("qwen2", ("Qwen2ForCausalLM",)),
     Family("qwen3", ("Qwen3ForCausalLM",)),
     Family("mistral", ("MistralForCausalLM",)),
     Family("gemma3_text", ("Gemma3ForCausalLM",), decoder="engine.models.gemma3:build"),
-    Family(
+    _SEES(
         "gemma3",
         ("Gemma3ForConditionalGeneration",),
         decoder="engine.models.gemma3:build",
         encoder="engine.encoders.gemma3:Gemma3Encoder",
         processor="engine.processors.gemma3:Gemma3Processor",
-        media_kind="image",
         placeholder="image_token_index",
         # As the processor of transformers writes an image: the line breaks merge with those of the text around it.
         placeholder_text=("<start_of_image>", "\n\n<start_of_image><image_soft_token><end_of_image>\n\n"),
     ),
-    Family(
-        "qwen2_5_vl",
-        ("Qwen2_5_VLForConditionalGeneration",),
-        encoder="engine.encoders.qwen_vl:Qwen2_5_VLEncoder",
-        processor="engine.processors.qwen_vl:QwenVLProcessor",
-        media_kind="image",
-        placeholder="image_token_id",
-        video=_QWEN_VIDEO,
+    _QWEN_VL(
+        "qwen2_5_vl", ("Qwen2_5_VLForConditionalGeneration",), encoder="engine.encoders.qwen_vl:Qwen2_5_VLEncoder"
     ),
-    Family(
+    _SEES(
         "llava",
         ("LlavaForConditionalGeneration",),
         encoder="engine.encoders.llava:LlavaEncoder",
         processor="engine.processors.llava:LlavaProcessor",
-        media_kind="image",
         placeholder="image_token_index",
     ),
-    Family(
+    _SEES(
         "llava_next",
         ("LlavaNextForConditionalGeneration",),
         encoder="engine.encoders.llava_next:LlavaNextEncoder",
         processor="engine.processors.llava_next:LlavaNextProcessor",
-        media_kind="image",
         placeholder="image_token_index",
     ),
-    Family(
+    _SEES(
         "idefics3",
         ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
         encoder="engine.encoders.idefics3:Idefics3Encoder",
         processor="engine.processors.idefics3:Idefics3Processor",
-        media_kind="image",
         placeholder="image_token_id",
     ),
-    Family(
-        "qwen2_vl",
-        ("Qwen2VLForConditionalGeneration",),
-        encoder="engine.encoders.qwen_vl:Qwen2VLEncoder",
-        processor="engine.processors.qwen_vl:QwenVLProcessor",
-        media_kind="image",
-        placeholder="image_token_id",
-        video=_QWEN_VIDEO,
-    ),
-    Family(
+    _QWEN_VL("qwen2_vl", ("Qwen2VLForConditionalGeneration",), encoder="engine.encoders.qwen_vl:Qwen2VLEncoder"),
+    _QWEN_VL(
         "qwen3_vl",
         ("Qwen3VLForConditionalGeneration",),
         decoder="engine.models.qwen3_vl:build",
         encoder="engine.encoders.qwen_vl:Qwen3VLEncoder",
-        processor="engine.processors.qwen_vl:QwenVLProcessor",
-        media_kind="image",
-        placeholder="image_token_id",
-        video=_QWEN_VIDEO,
     ),
     Family(
         "qwen2_audio",
@@ -141,13 +133,12 @@ FAMILIES: Final[tuple[Family, ...]] = (
         media_kind="audio",
         placeholder="audio_token_id",
     ),
-    Family(
+    _SEES(
         "mllama",
         ("MllamaForConditionalGeneration",),
         decoder="engine.models.mllama:build",
         encoder="engine.encoders.mllama:MllamaEncoder",
         processor="engine.processors.mllama:MllamaProcessor",
-        media_kind="image",
         cross_attention=True,
         encoder_tiles=True,
         placeholder="image_token_index",
@@ -164,36 +155,24 @@ FAMILIES: Final[tuple[Family, ...]] = (
         decoder_length="max_target_positions",
         encoder_length="max_source_positions",
     ),
-    Family(
+    _TRANSLATES(
         "bart",
         ("BartForConditionalGeneration", "BartModel"),  # as facebook/bart-base calls itself
         decoder="engine.models.bart:build",
         encoder="engine.encoders.text:BartEncoder",
-        processor="engine.processors.text:TextTokensProcessor",
-        media_kind="text",
-        is_encoder_decoder=True,
-        cross_attention=True,
         prompt_bos="bos_token_id",
     ),
-    Family(
+    _TRANSLATES(
         "mbart",
         ("MBartForConditionalGeneration",),
         decoder="engine.models.bart:build",
         encoder="engine.encoders.text:MBartEncoder",
-        processor="engine.processors.text:TextTokensProcessor",
-        media_kind="text",
-        is_encoder_decoder=True,
-        cross_attention=True,
     ),
-    Family(
+    _TRANSLATES(
         "t5",
         ("T5ForConditionalGeneration", "T5WithLMHeadModel"),  # as the first ones still call themselves
         decoder="engine.models.t5:build",
         encoder="engine.encoders.text:T5Encoder",
-        processor="engine.processors.text:TextTokensProcessor",
-        media_kind="text",
-        is_encoder_decoder=True,
-        cross_attention=True,
         decoder_length="n_positions",
         default_length=512,  # what T5 was trained on; its relative positions know no limit
     ),

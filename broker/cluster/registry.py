@@ -21,7 +21,7 @@ from redis.exceptions import RedisError
 from broker.cluster.redis_client import own_host
 from common.config import Settings
 from common.errors import TriptychError
-from common.messages import InstanceRecord, Placed, Role, decode_record, encode
+from common.messages import InstanceRecord, Placed, Role, decode_placed, decode_record, encode
 from common.telemetry import get_logger
 
 RECORD_TTL_S: Final = 5
@@ -96,9 +96,9 @@ class Registry:
         self._published = None
         return True
 
-    async def changes(self) -> AsyncGenerator[bytes]:
-        """Yield nothing (b"") at the start, and after an instance joins, begins to leave or leaves; else what a proxy
-        tells. Poll as well: a death sends no notification, and a lost connection loses some.
+    async def changes(self) -> AsyncGenerator[Placed | None]:
+        """Yield None at the start, and after an instance joins, begins to leave or leaves; else what a proxy tells.
+        Poll as well: a death sends no notification, and a lost connection loses some.
 
         Raises ResponseError where the broker does not let us listen.
         """
@@ -106,8 +106,12 @@ class Registry:
             await listener.subscribe(self._changes)
             while True:
                 message = await listener.get_message(timeout=_LISTEN_S)
-                if message is not None:
-                    yield message["data"] if message["type"] == "message" else b""
+                if message is None:
+                    continue
+                try:
+                    yield decode_placed(message["data"]) if message["type"] == "message" and message["data"] else None
+                except TriptychError as error:
+                    log.warning("unreadable news of another proxy", cluster=self._cluster, error=error.info.message)
 
     async def tell(self, placed: Placed) -> None:
         """Tell all listeners where a prompt was placed, as far as the broker lets us."""

@@ -16,12 +16,11 @@ from engine.models.base import (
     EncoderRows,
     Sources,
     Zeros,
-    fused_sources,
     split_key_value,
 )
 from engine.models.checkpoint import Checkpoint
 from engine.models.config import is_tied
-from engine.models.layers import Linear, activation, linear
+from engine.models.layers import Linear, activation
 from engine.state.spec import DecoderSpec
 
 POSITION_OFFSET = 2
@@ -60,6 +59,8 @@ class LayeredDecoder(DecoderModel):
     With `pre_norm` each block is normed before it instead of after its residual, and the last one after it.
     """
 
+    parts = _CHECKPOINT_PARTS
+
     def __init__(self, info: ModelInfo, layout: CheckpointLayout, num_positions: int, *, pre_norm: bool) -> None:
         super().__init__()
         config = info.config
@@ -85,9 +86,6 @@ class LayeredDecoder(DecoderModel):
         self.layer_norm = nn.LayerNorm(hidden_size) if pre_norm else None
         self.lm_head = None if is_tied(info, default=True) else Linear(hidden_size, vocab_size, bias=False)
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        return F.embedding(input_ids, self.embed_tokens.weight)
-
     def run_layers(self, hidden: Tensor, attention: AttentionContext) -> Tensor:
         """Run all layers and the last norm: [num_tokens, hidden_size] -> the same shape."""
         for layer in self.layers:
@@ -95,16 +93,9 @@ class LayeredDecoder(DecoderModel):
         output: Tensor = hidden if self.layer_norm is None else self.layer_norm(hidden)
         return output
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return linear(hidden, head.weight)
-
     def project_cross(self, layer: int, encoder_output: Tensor) -> tuple[Tensor, Tensor]:
         projected = self.layers[layer].get_submodule("cross_kv_proj")(encoder_output)
         return split_key_value(projected, self.spec)
-
-    def sources(self) -> Sources:
-        return fused_sources(self, _CHECKPOINT_PARTS)
 
 
 class BartDecoder(LayeredDecoder):

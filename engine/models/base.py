@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.models.layers import Linear
+from engine.models.layers import Linear, linear
 from engine.processors import ProcessedInput
 from engine.state.bias import AttentionBias
 from engine.state.spec import DecoderSpec
@@ -120,14 +121,16 @@ class DecoderModel(nn.Module, ABC):
     layout: CheckpointLayout
     embed_tokens: nn.Embedding
     lm_head: Linear | None
+    parts: ClassVar[Mapping[str, tuple[str, ...]]]
+    """The checkpoint's layers that each fused layer is made of."""
 
-    @abstractmethod
     def sources(self) -> Sources:
         """Return the checkpoint tensors of each parameter."""
+        return fused_sources(self, self.parts)
 
-    @abstractmethod
     def embed(self, input_ids: Tensor) -> Tensor:
         """[num_tokens] -> [num_tokens, hidden_size]"""
+        return F.embedding(input_ids, self.embed_tokens.weight)
 
     @abstractmethod
     def forward(
@@ -144,9 +147,10 @@ class DecoderModel(nn.Module, ABC):
         `hidden_size` columns stand in `embeddings` already; None where there are none.
         """
 
-    @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """[k, hidden_size] -> [k, vocab_size]"""
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        return linear(hidden, head.weight)
 
     def project_cross(self, layer: int, encoder_output: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of a layer's cross-attention: [m, encoder_hidden] -> 2 x [m, num_kv_heads, head_dim].

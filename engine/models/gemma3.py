@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.model_info import ModelInfo
-from engine.models.base import AttentionContext, DecoderModel, EncoderRows, Sources, fused_sources
+from engine.models.base import AttentionContext, DecoderModel, EncoderRows
 from engine.models.config import TextConfig, read_text_config, sliding_layers
-from engine.models.layers import Linear, Rotary, activation, linear, rotate
+from engine.models.layers import Linear, Rotary, activation, rotate
 from engine.models.llama import CHECKPOINT_PARTS, LLAMA_LAYOUT, MULTIMODAL_LAYOUT
 from engine.state.spec import DecoderSpec
 
@@ -33,6 +33,8 @@ class Gemma3Decoder(DecoderModel):
 
     Token embeddings are scaled by sqrt(hidden_size); encoder outputs, which replace some, are not.
     """
+
+    parts = CHECKPOINT_PARTS
 
     def __init__(self, info: ModelInfo, config: TextConfig) -> None:
         super().__init__()
@@ -63,7 +65,7 @@ class Gemma3Decoder(DecoderModel):
         self.lm_head = None if config.tied else Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        embeddings = F.embedding(input_ids, self.embed_tokens.weight)
+        embeddings = super().embed(input_ids)
         # The factor is rounded to the weights' dtype, as the models were trained.
         return embeddings.mul_(float(torch.tensor(self.spec.hidden_size**0.5, dtype=embeddings.dtype)))
 
@@ -80,13 +82,6 @@ class Gemma3Decoder(DecoderModel):
             hidden = layer(hidden, local if layer.is_local else whole, attention)
         normed: Tensor = self.norm(hidden)
         return normed
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return linear(hidden, head.weight)
-
-    def sources(self) -> Sources:
-        return fused_sources(self, CHECKPOINT_PARTS)
 
 
 class Gemma3Norm(nn.Module):

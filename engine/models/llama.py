@@ -4,13 +4,12 @@ norms of queries and keys, and M-RoPE."""
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.model_info import ModelInfo
-from engine.models.base import AttentionContext, CheckpointLayout, DecoderModel, EncoderRows, Sources, fused_sources
+from engine.models.base import AttentionContext, CheckpointLayout, DecoderModel, EncoderRows
 from engine.models.config import TextConfig, read_text_config
-from engine.models.layers import Linear, RMSNorm, Rotary, linear, rotate, silu_mul
+from engine.models.layers import Linear, RMSNorm, Rotary, rotate, silu_mul
 from engine.state.spec import DecoderSpec
 
 LLAMA_LAYOUT = CheckpointLayout(
@@ -59,6 +58,8 @@ class LlamaDecoder(DecoderModel):
     Linear layers that read the same input are fused.
     """
 
+    parts = CHECKPOINT_PARTS
+
     def __init__(self, config: TextConfig, *, max_model_len: int, layout: CheckpointLayout) -> None:
         super().__init__()
         self.spec = DecoderSpec(
@@ -79,9 +80,6 @@ class LlamaDecoder(DecoderModel):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None if config.tied else Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        return F.embedding(input_ids, self.embed_tokens.weight)
-
     def forward(
         self,
         embeddings: Tensor,
@@ -95,13 +93,6 @@ class LlamaDecoder(DecoderModel):
             hidden, residual = layer(hidden, residual, rotation, attention)
         normed: Tensor = self.norm(hidden, residual)
         return normed
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return linear(hidden, head.weight)
-
-    def sources(self) -> Sources:
-        return fused_sources(self, CHECKPOINT_PARTS)
 
 
 class LlamaLayer(nn.Module):

@@ -16,11 +16,10 @@ from engine.models.base import (
     DecoderModel,
     EncoderRows,
     Sources,
-    fused_sources,
     split_key_value,
 )
 from engine.models.checkpoint import Checkpoint
-from engine.models.layers import Linear, RMSNorm, activation, linear
+from engine.models.layers import Linear, RMSNorm, activation
 from engine.state.bias import AttentionBias
 from engine.state.request import Request
 from engine.state.spec import DecoderSpec
@@ -62,6 +61,8 @@ class T5Decoder(DecoderModel):
     The original scales what goes into its output head by 1 / sqrt(d_model), v1.1 and its descendants do not.
     """
 
+    parts = _CHECKPOINT_PARTS
+
     def __init__(self, info: ModelInfo, *, tied: bool) -> None:
         super().__init__()
         config = info.config
@@ -93,9 +94,6 @@ class T5Decoder(DecoderModel):
         self.final_layer_norm = RMSNorm(hidden_size, eps)
         self.lm_head = None if tied else Linear(hidden_size, vocab_size, bias=False)
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        return F.embedding(input_ids, self.embed_tokens.weight)
-
     def forward(
         self,
         embeddings: Tensor,
@@ -109,16 +107,12 @@ class T5Decoder(DecoderModel):
         normed: Tensor = self.final_layer_norm(hidden)
         return normed * self.spec.hidden_size**-0.5 if self.scales_output else normed
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return linear(hidden, head.weight)
-
     def project_cross(self, layer: int, encoder_output: Tensor) -> tuple[Tensor, Tensor]:
         projected = self.block[layer].get_submodule("cross_kv_proj")(encoder_output)
         return split_key_value(projected, self.spec)
 
     def sources(self) -> Sources:
-        sources = fused_sources(self, _CHECKPOINT_PARTS)
+        sources = super().sources()
         sources["relative_bias.weight"] = (_BIAS_SOURCE,)
         return sources
 

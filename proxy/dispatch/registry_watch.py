@@ -13,7 +13,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from broker.cluster.redis_client import REFUSALS, refused
 from broker.cluster.registry import HEARTBEAT_S, Registry
-from common.messages import InstanceRecord
+from common.messages import InstanceRecord, Placed
 from common.telemetry import get_logger
 
 POLL_S: Final = 0.5
@@ -60,14 +60,17 @@ class RegistryWatch:
                 async with asyncio.timeout(POLL_S):
                     await self._changed.wait()
 
-    async def listen(self, on_told: Callable[[bytes], None]) -> None:
-        """Have `look` look at once when a worker comes, drains or leaves, and give `on_told` what other proxies tell,
+    async def listen(self, on_placed: Callable[[Placed], None]) -> None:
+        """Have `look` look at once when a worker comes, drains or leaves, and give `on_placed` what other proxies tell,
         as far as the broker lets us listen."""
         while True:
             try:
                 async with contextlib.aclosing(self._registry.changes()) as changes:
-                    async for told in changes:
-                        on_told(told) if told else self._changed.set()
+                    async for placed in changes:
+                        if placed is None:
+                            self._changed.set()
+                        elif placed.proxy != self._own.instance_id:
+                            on_placed(placed)
             except ResponseError as error:
                 why = str(error)
                 log.warning("the broker does not let us listen: new workers are used half a second later", error=why)

@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 from broker.cluster.registry import HEARTBEAT_S, RECORD_TTL_S, Registry, incompatibility
 from broker.cluster.rpc import connection_id
 from common.errors import TriptychError
-from common.messages import Abort, FromWorker, Heartbeat, InstanceRecord, Placed, Role, decode_placed
+from common.messages import Abort, FromWorker, Heartbeat, InstanceRecord, Placed, Role
 from common.telemetry import get_logger
 from proxy.dispatch.registry_watch import POLL_S, RegistryWatch
 from proxy.dispatch.worker import WatchedClient, Worker
@@ -96,7 +96,7 @@ class WorkerPool:
     def start(self) -> None:
         """Begin to look for workers, and go on until `close`. The broker need not be there yet."""
         self._background(self._watch.look(self._apply))
-        self._background(self._watch.listen(self._on_told))
+        self._background(self._watch.listen(self._listener.on_placed))
         self._background(self._send_heartbeats())
 
     async def close(self) -> None:
@@ -149,15 +149,6 @@ class WorkerPool:
         """Tell the other proxies, if any, where a prompt was placed."""
         if self.num_proxies > 1 and self.broker_reachable:
             self._background(self._registry.tell(placed))
-
-    def _on_told(self, told: bytes) -> None:
-        try:
-            placed = decode_placed(told)
-        except TriptychError as error:
-            log.warning("unreadable news of another proxy", error=error.info.message)
-            return
-        if placed.proxy != self.own.instance_id:
-            self._listener.on_placed(placed)
 
     def find(self, instance_id: str) -> Worker | None:
         """Return a worker with a connection, in use or not; None for an unknown or lost one."""

@@ -29,32 +29,15 @@ from broker.cluster.curve import secure_client
 from broker.transports.base import Unreachable, took_none
 from broker.transports.checksums import with_checksum
 from broker.transports.cuda.runtime import CudaRuntime
+from broker.transports.nixl import wire
 from broker.transports.nixl.agent import HostMemory, NixlAgent, NixlError, RegisteredMemory
 from broker.transports.nixl.memory import CUDA_SCHEME, HOST_SCHEME, MAX_TENSOR_BYTES, NixlArena
-from broker.transports.nixl.wire import (
-    FORGET_S,
-    MAX_MESSAGE_BYTES,
-    NONCE_BYTES,
-    NONCE_S,
-    PIECE_BYTES,
-    WINDOW,
-    Complete,
-    Goodbye,
-    Greeting,
-    ReadablePiece,
-    ReceiverGreeting,
-    Refusal,
-    Taken,
-    ToReceiver,
-    ToSender,
-    for_sender,
-)
 from broker.transports.payload import DeviceBuffer
 from common.errors import TriptychError
 from common.messages import TensorHeader, encode
 
-GREETING_LASTS_S: Final = FORGET_S / 2
-SEND_BYTES: Final = 2 * WINDOW * PIECE_BYTES
+GREETING_LASTS_S: Final = wire.FORGET_S / 2
+SEND_BYTES: Final = 2 * wire.WINDOW * wire.PIECE_BYTES
 """Of the device, for each process that sends from a GPU: two large tensors at a time, or more smaller tensors."""
 
 
@@ -74,7 +57,7 @@ class NixlLink(ABC):
         self._socket.setsockopt(zmq.LINGER, 100)  # for the goodbye
         self._socket.setsockopt(zmq.IDENTITY, secrets.token_bytes(12))
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
         secure_client(self._socket)
         self._socket.connect(address.replace(self.scheme, "tcp", 1))
 
@@ -84,7 +67,7 @@ class NixlLink(ABC):
             return
         if self._greeted_s > float("-inf"):
             with suppress(zmq.Again):  # the receiver forgets this sender after a while in any case
-                zmq.Socket.shadow(self._socket.underlying).send(encode(Goodbye()), zmq.NOBLOCK)
+                zmq.Socket.shadow(self._socket.underlying).send(encode(wire.Goodbye()), zmq.NOBLOCK)
         self._socket.close()
 
     def _is_known(self) -> bool:
@@ -97,10 +80,10 @@ class NixlLink(ABC):
     async def _greet(self, memory: RegisteredMemory, nonce: bytes = b"", nonce_address: int = 0) -> None:
         """Make `memory` known; wait until the receiver has read the nonce in it. Raises NixlError on a refusal."""
         kind, device = memory.where
-        await self._send_message(Greeting(memory.metadata, kind=kind, device=device, nonce_address=nonce_address))
+        await self._send_message(wire.Greeting(memory.metadata, kind=kind, device=device, nonce_address=nonce_address))
         # Answers to abandoned tensors and greetings are skipped.
-        while not isinstance(answer := await self._receive(), ReceiverGreeting) or answer.nonce != nonce:
-            if isinstance(answer, Refusal):
+        while not isinstance(answer := await self._receive(), wire.ReceiverGreeting) or answer.nonce != nonce:
+            if isinstance(answer, wire.Refusal):
                 self._refused = answer.for_good
                 raise NixlError(answer.fault)
         self._max_bytes = answer.max_bytes
@@ -116,30 +99,30 @@ class NixlLink(ABC):
         """
         if num_bytes > self._max_bytes:
             raise TriptychError("invalid_request", f"{num_bytes} bytes; the receiver takes {self._max_bytes} at most")
-        num_pieces = max(1, -(-num_bytes // PIECE_BYTES))
+        num_pieces = max(1, -(-num_bytes // wire.PIECE_BYTES))
         for index in range(num_pieces):
-            if index >= WINDOW:
+            if index >= wire.WINDOW:
                 await self._piece_read()
-            start, offset = index * PIECE_BYTES, index % WINDOW * PIECE_BYTES
-            size = min(PIECE_BYTES, num_bytes - start)
+            start, offset = index * wire.PIECE_BYTES, index % wire.WINDOW * wire.PIECE_BYTES
+            size = min(wire.PIECE_BYTES, num_bytes - start)
             await fill(offset, start, size)
-            await self._send_message(ReadablePiece(self._number, header, num_bytes, start, size, address + offset))
-        for _ in range(min(num_pieces, WINDOW)):
+            await self._send_message(wire.ReadablePiece(self._number, header, num_bytes, start, size, address + offset))
+        for _ in range(min(num_pieces, wire.WINDOW)):
             await self._piece_read()
 
     async def _piece_read(self) -> None:
         """Wait until the receiver has read the oldest piece. Raises NixlError if that failed."""
-        while not isinstance(answer := await self._receive(), Taken) or answer.number != self._number:
+        while not isinstance(answer := await self._receive(), wire.Taken) or answer.number != self._number:
             pass
         if answer.fault:
             self._greeted_s = float("-inf")
             raise NixlError(answer.fault)
 
-    async def _send_message(self, message: ToReceiver) -> None:
+    async def _send_message(self, message: wire.ToReceiver) -> None:
         await self._socket.send(encode(message))
 
-    async def _receive(self) -> ToSender:
-        return for_sender(await self._socket.recv())
+    async def _receive(self) -> wire.ToSender:
+        return wire.for_sender(await self._socket.recv())
 
 
 class NixlConnection(NixlLink):
@@ -158,7 +141,7 @@ class NixlConnection(NixlLink):
             async with asyncio.timeout(timeout_s), self._turn:
                 self._number += 1
                 if self._memory is None:
-                    self._memory = HostMemory(self._agent, WINDOW * PIECE_BYTES)
+                    self._memory = HostMemory(self._agent, wire.WINDOW * wire.PIECE_BYTES)
                 if not self._is_known():
                     await self._greet(self._memory)
                 window, source = self._memory.array, np.asarray(data.cast("B"))
@@ -227,28 +210,28 @@ class NixlCudaConnection(NixlLink):
         return num_bytes <= MAX_TENSOR_BYTES and not self._refused and not self._arena.has_failed
 
     async def _send_tensor(self, header: TensorHeader, data: DeviceBuffer) -> None:
-        buffer = await self._arena.reserve(min(data.nbytes, WINDOW * PIECE_BYTES))
+        buffer = await self._arena.reserve(min(data.nbytes, wire.WINDOW * wire.PIECE_BYTES))
         try:
 
             async def fill(offset: int, start: int, size: int) -> None:
                 await self._arena.write(buffer, offset, DeviceBuffer(data.pointer + start, size, owner=data))
 
             await self._send_pieces(header, data.nbytes, buffer.address, fill)
-            await self._send_message(Complete(self._number))
+            await self._send_message(wire.Complete(self._number))
         finally:
             buffer.release()
 
     async def _shake_hands(self) -> None:
         """Raise NixlError if the receiver does not read this GPU's memory."""
         self._num_failed += 1  # until the nonce has come back
-        memory, nonce = await self._arena.open(), secrets.token_bytes(NONCE_BYTES)
-        buffer = await self._arena.reserve(NONCE_BYTES)
+        memory, nonce = await self._arena.open(), secrets.token_bytes(wire.NONCE_BYTES)
+        buffer = await self._arena.reserve(wire.NONCE_BYTES)
         try:
             await self._arena.write(buffer, 0, nonce)
-            async with asyncio.timeout(NONCE_S):
+            async with asyncio.timeout(wire.NONCE_S):
                 await self._greet(memory, nonce, buffer.address)
             self._num_failed -= 1
         except TimeoutError as error:
-            raise NixlError(f"it did not read from this GPU within {NONCE_S:g} s") from error
+            raise NixlError(f"it did not read from this GPU within {wire.NONCE_S:g} s") from error
         finally:
             buffer.release()
