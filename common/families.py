@@ -33,6 +33,7 @@ class Family:
     encoder_length      key of the longest encoder output of one input, in rows; empty: as long as the context
     encoder_tiles       every encoder output has rows for all tiles that the vision model takes, filled or not (Mllama)
     default_length      tokens of the longest sequence where `decoder_length` is not in config.json
+    reads_text          the encoder reads the text of a prompt beside its one media item (Florence-2)
     prompt_bos          key of the token that follows the decoder start token in a default decoder prompt, where
                         generation_config.json forces no first token
     """
@@ -52,6 +53,7 @@ class Family:
     encoder_length: str = ""
     encoder_tiles: bool = False
     default_length: int | None = None
+    reads_text: bool = False
     prompt_bos: str = ""
 
 
@@ -174,6 +176,18 @@ FAMILIES: Final[tuple[Family, ...]] = (
         is_encoder_decoder=True,
         cross_attention=True,
         prompt_bos="bos_token_id",
+    ),
+    Family(
+        "florence2",
+        ("Florence2ForConditionalGeneration",),
+        decoder="engine.models.bart:build",
+        encoder="engine.encoders.florence2:Florence2Encoder",
+        processor="engine.processors.florence2:Florence2Processor",
+        media_kind="image",
+        is_encoder_decoder=True,
+        cross_attention=True,
+        placeholder="image_token_id",
+        reads_text=True,
     ),
     Family(
         "mbart",

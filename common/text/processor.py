@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 
 from common.errors import TriptychError, invalid
 from common.model_info import ModelInfo, read_json
+from common.text.tasks import question_of
 
 _PROBE = "a plain string"
 _END_MARK: Final = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -54,7 +55,8 @@ _QWEN2_AUDIO: Final = """\
     {{ '<|im_start|>assistant\\n' }}
 {%- endif -%}
 """
-_DEFAULT_TEMPLATES: Final = {"qwen2_audio": ("<|AUDIO|>", _QWEN2_AUDIO)}
+_TEXTS_ALONE: Final = "{% for message in messages %}{{ message.content | join('', attribute='text') }}{% endfor %}"
+_DEFAULT_TEMPLATES: Final = {"qwen2_audio": ("<|AUDIO|>", _QWEN2_AUDIO), "florence2": ("<image>", _TEXTS_ALONE)}
 """The placeholder and the template of a family, for folders without a template, or with one for text alone."""
 
 
@@ -101,6 +103,16 @@ class TextProcessor:
             raise TriptychError("context_length_exceeded", f"{message}; shorten the prompt", param)
         return self.encode(text, add_special_tokens=add_special_tokens)
 
+    def encode_beside(self, text: str, param: str) -> list[int]:
+        """Return the token ids of a text beside an image for an encoder that reads both, the placeholder first.
+
+        Tasks become questions. Raises as `encode_prompt` and `question_of` do.
+        """
+        placeholder = self.info.placeholder_token_id or 0
+        question = question_of(text.replace(self.tokenizer.id_to_token(placeholder) or "", ""), param)
+        framed = f"{self._specials['bos_token']}{question}{self._specials['eos_token']}"
+        return [placeholder, *self.encode_prompt(framed, param, add_special_tokens=False)]
+
     def _is_too_long(self, text: str) -> bool:
         if len(text) > _CHARS_PER_TOKEN * self._most_tokens:
             return True
@@ -127,6 +139,8 @@ class TextProcessor:
 
     def encode_chat(self, text: str) -> list[int]:
         """Return the token ids of a conversation rendered by `chat_text`. Raises as `encode_prompt` does."""
+        if self.info.family.reads_text:
+            return self.encode_beside(text, "messages")
         # Templates of text models write the first token themselves. Those of some models with media (LLaVA) leave it
         # to the tokenizer, as transformers' processors do unless it is there.
         begins = bool(self._specials["bos_token"]) and text.startswith(self._specials["bos_token"])
