@@ -28,6 +28,7 @@ class Family:
     placeholder         key of the token that stands for one media item in a prompt; empty where prompts have none
     video               processor of videos, for the same encoder; empty where the family takes none. The key of their
                         placeholder is `video_token_id`
+    frames_as_images    a video is read as images with text between them; its placeholder is no token of the vocabulary
     placeholder_text    what templates and users write for an item, and the text with the placeholder in its place
     decoder_length      key of the longest decoder sequence, in tokens
     encoder_length      key of the longest encoder output of one input, in rows; empty: as long as the context
@@ -48,6 +49,7 @@ class Family:
     cross_attention: bool = False
     placeholder: str = ""
     video: str = ""
+    frames_as_images: bool = False
     placeholder_text: tuple[str, str] | None = None
     decoder_length: str = "max_position_embeddings"
     encoder_length: str = ""
@@ -102,11 +104,21 @@ FAMILIES: Final[tuple[Family, ...]] = (
     ),
     Family(
         "idefics3",
-        ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
+        ("Idefics3ForConditionalGeneration",),
         encoder="engine.encoders.idefics3:Idefics3Encoder",
         processor="engine.processors.idefics3:Idefics3Processor",
         media_kind="image",
         placeholder="image_token_id",
+    ),
+    Family(
+        "smolvlm",
+        ("SmolVLMForConditionalGeneration",),
+        encoder="engine.encoders.idefics3:Idefics3Encoder",
+        processor="engine.processors.idefics3:Idefics3Processor",
+        media_kind="image",
+        placeholder="image_token_id",
+        video="engine.processors.frame_video:FrameVideoProcessor",
+        frames_as_images=True,
     ),
     Family(
         "qwen2_vl",

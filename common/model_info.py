@@ -253,7 +253,13 @@ class ModelInfo:
 
     def placeholder_of(self, kind: MediaKind) -> int | None:
         """The token in place of an item of this kind; None for models without placeholders."""
+        if kind == "video" and self.family.frames_as_images:
+            return self.vocab_size
         return int(self.config["video_token_id"]) if kind == "video" else self.placeholder_token_id
+
+    def row_token_of(self, kind: MediaKind) -> int | None:
+        """The token in place of each encoder row of an item of this kind, once the prompt is expanded."""
+        return self.placeholder_token_id if self.family.frames_as_images else self.placeholder_of(kind)
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:

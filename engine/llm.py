@@ -399,7 +399,10 @@ class LLM:
         self, parsed: ParsedPrompt, media: Mapping[str, list[list[bytes]]]
     ) -> tuple[ParsedPrompt, list[tuple[MediaKind, bytes]]]:
         """Return media of several kinds in the order of their placeholders, of a video one for each piece."""
-        ids = parsed.prompt_token_ids
+        from common.media import videos  # imports PyAV
+
+        texts = [videos.prompt_text(pieces[0]) for pieces in media.get("video", ())]
+        ids = self.text.write_videos(parsed.prompt_token_ids, texts)
         self.text.placeholder_indices(ids, sum(map(len, media.values())))
         kinds = [self.info.placeholders[token] for token in ids if token in self.info.placeholders]
         for kind in self.info.media_kinds:

@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any, Final
 
 from common.errors import invalid
+from common.media.videos import prompt_text
 from common.messages import MediaKind
 from common.text import whisper_prompt
 from common.text.processor import TextProcessor
@@ -299,8 +300,10 @@ async def _generate(
         prompts = prompt, body.decoder_prompt
         job = await job_of_pair(service, body, context.id, prompts, sampling, "messages", media)
     else:
-        counts = [len(list(pieces)) for _, pieces in groupby(media, key=lambda item: item.param)]
-        prompt = service.text.repeat_placeholders(prompt, counts)
+        pieces = [list(pieces) for _, pieces in groupby(media, key=lambda item: item.param)]
+        texts = [prompt_text(first.data) for first, *_ in pieces if first.kind == "video"]
+        prompt = await asyncio.to_thread(service.text.write_videos, prompt, texts)
+        prompt = service.text.repeat_placeholders(prompt, list(map(len, pieces)))
         prompt = body.shortened(prompt, service.max_model_len, len(media))
         slots = make_slots(media, service.text.placeholder_indices(prompt, len(media)))
         job = Job(context.id, prompt, sampling(len(prompt)), slots, media, body.priority or 0, body.field_of)

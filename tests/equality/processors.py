@@ -28,7 +28,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 from common.model_info import ModelInfo
 from common.text.processor import TextProcessor
 
-FAMILIES = ("llava", "llava_next", "idefics3", "mllama")
+FAMILIES = ("llava", "llava_next", "idefics3", "smolvlm", "mllama")
 # From their modules, as AutoImageProcessor is: transformers 5.17 offers none of the three by name where torchvision,
 # which they do not use, is missing.
 _BY_TYPE: Final[dict[str, type[Any]]] = {
@@ -55,7 +55,7 @@ def make_processor(info: ModelInfo) -> Any:
     if info.family.name == "florence2":
         images.image_seq_length = json.loads((info.folder / "preprocessor_config.json").read_text())["image_seq_length"]
         return Florence2Processor(images, tokenizer)
-    if info.family.name == "idefics3":
+    if info.family.name in ("idefics3", "smolvlm"):
         settings = json.loads((info.folder / "processor_config.json").read_text())
         return Idefics3Processor(images, tokenizer, settings["image_seq_len"])
     vision, strategy = info.config["vision_config"], info.config["vision_feature_select_strategy"]

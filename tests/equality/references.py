@@ -42,6 +42,7 @@ _LOADERS = {
     "llava_next": AutoModelForImageTextToText,
     "mllama": AutoModelForImageTextToText,
     "idefics3": AutoModelForImageTextToText,
+    "smolvlm": AutoModelForImageTextToText,
     "florence2": AutoModelForImageTextToText,
     "whisper": AutoModelForSpeechSeq2Seq,
     "bart": AutoModelForSeq2SeqLM,
