@@ -29,11 +29,13 @@ class Family:
     placeholder         key of the token that stands for one media item in a prompt; empty where prompts have none
     video               processor of videos, for the same encoder; empty where the family takes none. The key of their
                         placeholder is `video_token_id`
+    frames_as_images    a video is read as images with text between them; its placeholder is no token of the vocabulary
     placeholder_text    what templates and users write for an item, and the text with the placeholder in its place
     decoder_length      key of the longest decoder sequence, in tokens
     encoder_length      key of the longest encoder output of one input, in rows; empty: as long as the context
     encoder_tiles       every encoder output has rows for all tiles that the vision model takes, filled or not (Mllama)
     default_length      tokens of the longest sequence where `decoder_length` is not in config.json
+    reads_text          the encoder reads the text of a prompt beside its one media item (Florence-2)
     prompt_bos          key of the token that follows the decoder start token in a default decoder prompt, where
                         generation_config.json forces no first token
     """
@@ -48,11 +50,13 @@ class Family:
     cross_attention: bool = False
     placeholder: str = ""
     video: str = ""
+    frames_as_images: bool = False
     placeholder_text: tuple[str, str] | None = None
     decoder_length: str = "max_position_embeddings"
     encoder_length: str = ""
     encoder_tiles: bool = False
     default_length: int | None = None
+    reads_text: bool = False
     prompt_bos: str = ""
 
 
@@ -105,10 +109,19 @@ FAMILIES: Final[tuple[Family, ...]] = (
     ),
     _SEES(
         "idefics3",
-        ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
+        ("Idefics3ForConditionalGeneration",),
         encoder="engine.encoders.idefics3:Idefics3Encoder",
         processor="engine.processors.idefics3:Idefics3Processor",
         placeholder="image_token_id",
+    ),
+    _SEES(
+        "smolvlm",
+        ("SmolVLMForConditionalGeneration",),
+        encoder="engine.encoders.idefics3:Idefics3Encoder",
+        processor="engine.processors.idefics3:Idefics3Processor",
+        placeholder="image_token_id",
+        video="engine.processors.frame_video:FrameVideoProcessor",
+        frames_as_images=True,
     ),
     _QWEN_VL("qwen2_vl", ("Qwen2VLForConditionalGeneration",), encoder="engine.encoders.qwen_vl:Qwen2VLEncoder"),
     _QWEN_VL(
@@ -161,6 +174,17 @@ FAMILIES: Final[tuple[Family, ...]] = (
         decoder="engine.models.bart:build",
         encoder="engine.encoders.text:BartEncoder",
         prompt_bos="bos_token_id",
+    ),
+    _SEES(
+        "florence2",
+        ("Florence2ForConditionalGeneration",),
+        decoder="engine.models.bart:build",
+        encoder="engine.encoders.florence2:Florence2Encoder",
+        processor="engine.processors.florence2:Florence2Processor",
+        is_encoder_decoder=True,
+        cross_attention=True,
+        placeholder="image_token_id",
+        reads_text=True,
     ),
     _TRANSLATES(
         "mbart",

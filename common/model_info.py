@@ -33,6 +33,8 @@ _KINDS: Final[tuple[tuple[re.Pattern[str], Any, str], ...]] = (
     (re.compile(r"(text|vision|audio|quantization)_config|rope_(parameters|scaling)"), dict, "an object"),
 )
 """Keys of JSON files, the types of their values, and the same in words; null is always right."""
+_PER_STAGE: Final = ("num_heads", "patch_size")
+"""Sizes that may be lists: DaViT (Florence-2) has others in each of its stages."""
 _RECOMMENDED: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Sampling of generation_config.json that holds for requests without their own values."""
 _END_BYTES: Final = 64 * 2**10
@@ -251,7 +253,13 @@ class ModelInfo:
 
     def placeholder_of(self, kind: MediaKind) -> int | None:
         """The token in place of an item of this kind; None for models without placeholders."""
+        if kind == "video" and self.family.frames_as_images:
+            return self.vocab_size
         return int(self.config["video_token_id"]) if kind == "video" else self.placeholder_token_id
+
+    def row_token_of(self, kind: MediaKind) -> int | None:
+        """The token in place of each encoder row of an item of this kind, once the prompt is expanded."""
+        return self.placeholder_token_id if self.family.frames_as_images else self.placeholder_of(kind)
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -350,8 +358,9 @@ class JsonObject(dict[str, Any]):
 def _checked(content: dict[str, Any]) -> JsonObject:
     """Return an object of a JSON file. Raises ValueError naming a key of `_KINDS` with a value of another type."""
     for key, value in content.items():
+        values = value if key in _PER_STAGE and isinstance(value, list) else [value]
         for keys, types, words in _KINDS:
-            wrong = not isinstance(value, types) or (keys is _SIZES and value < 1)
+            wrong = any(not isinstance(one, types) or (keys is _SIZES and one < 1) for one in values)
             if wrong and value is not None and keys.fullmatch(key):
                 raise ValueError(f"{key} is {value!r:.80}, not {words}")
     return JsonObject(content)

@@ -51,6 +51,7 @@ from common.text.prompts import (
     TokensPrompt,
     encode_tokens,
     is_single,
+    join_media,
     parse_prompt,
     with_checkpoint_rules,
 )
@@ -381,14 +382,15 @@ class LLM:
 
     def _parse(self, prompt: Prompt) -> tuple[ParsedPrompt, list[tuple[MediaKind, bytes]]]:
         parsed = parse_prompt(prompt, self.info, self.text)
-        if parsed.encoder_prompt_token_ids is not None:
-            return parsed, [("text", encode_tokens(parsed.encoder_prompt_token_ids))]
         kinds, media = self.info.media_kinds, dict[str, list[list[bytes]]]()
         for given, items in parsed.multi_modal_data.items():
             many = items if isinstance(items, list) else [items]
             if many and given not in kinds:
                 raise TriptychError("invalid_request", f"{self.info.name} takes no {given}", "multi_modal_data")
             media[given] = [self._video_pieces(item) if given == "video" else [_media_bytes(item)] for item in many]
+        if (ids := parsed.encoder_prompt_token_ids) is not None:
+            joined = [join_media(ids, item) for items in media.values() for [item] in items]
+            return parsed, [(kinds[0], item) for item in joined or [encode_tokens(ids)]]
         if len(kinds) < 2:
             return parsed, [(kinds[0], item) for items in media.values() for [item] in items]
         return self._in_order(parsed, media)
@@ -397,7 +399,10 @@ class LLM:
         self, parsed: ParsedPrompt, media: Mapping[str, list[list[bytes]]]
     ) -> tuple[ParsedPrompt, list[tuple[MediaKind, bytes]]]:
         """Return media of several kinds in the order of their placeholders, of a video one for each piece."""
-        ids = parsed.prompt_token_ids
+        from common.media import videos  # imports PyAV
+
+        texts = [videos.prompt_text(pieces[0]) for pieces in media.get("video", ())]
+        ids = self.text.write_videos(parsed.prompt_token_ids, texts)
         self.text.placeholder_indices(ids, sum(map(len, media.values())))
         kinds = [self.info.placeholders[token] for token in ids if token in self.info.placeholders]
         for kind in self.info.media_kinds:

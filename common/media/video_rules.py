@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, Final
 
 import numpy as np
@@ -50,6 +51,19 @@ class VideoRules:
     @property
     def side(self) -> int:
         return self.patch_size * self.merge_size
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest single image."""
+        return self.image_pixels // self.side**2
+
+    def tokens_of(self, size: tuple[int, int]) -> int:
+        """Return the tokens of a pair of scaled frames."""
+        return size[0] * size[1] // self.side**2
+
+    def prompt_text(self, frame_numbers: Sequence[int], num_frames: int, fps: float) -> str:
+        """Return what a prompt has in place of a video of a model that reads more than its frames."""
+        return ""
 
     def sample(self, num_frames: int, fps: float) -> list[int]:
         """Return the numbers of the frames that the model sees, of a video's `num_frames` at `fps` per second."""
@@ -124,6 +138,117 @@ def fit(
     return new_width, new_height
 
 
+FAKE: Final = "<fake_token_around_image>"
+_SKIPPED_S: Final = 1
+"""At both ends of a video with more frames than are sampled."""
+_LONGEST_EDGE: Final = 4096
+"""Nothing is resized beyond this, whatever the settings say."""
+_ONES: Final = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen"
+)
+_TENS: Final = "twenty thirty forty fifty sixty seventy eighty ninety"
+
+
+@dataclass(frozen=True)
+class FrameRules(VideoRules):
+    """Rules of SmolVLM: a frame is scaled as `size` says, then to one square piece, and is a pair of its own.
+
+    `image_tokens` are those of the largest single image.
+    """
+
+    fps: float | None = 1.0
+    num_frames: int | None = 64
+    temporal_patch_size: int = 1
+    longest_edge: int = 4 * 364
+    fixed_size: tuple[int, int] | None = None
+    frame_tokens: int = 81
+    image_tokens: int = 17 * 81
+
+    @property
+    def most_tokens(self) -> int:
+        return self.image_tokens
+
+    def tokens_of(self, size: tuple[int, int]) -> int:
+        return self.frame_tokens
+
+    def prompt_text(self, frame_numbers: Sequence[int], num_frames: int, fps: float) -> str:
+        """Return the text around a video, with `<image>` for all frames and what stands between them."""
+        count, duration = words_of(len(frame_numbers)), timedelta(seconds=int(num_frames / fps))
+        intro = f"You are provided the following series of {count} frames from a {duration} [H:MM:SS] video.\n"
+        return f"{intro}{frame_text(frame_numbers[0] / fps)}<image>{FAKE}\n\n"
+
+    def sample(self, num_frames: int, fps: float) -> list[int]:
+        if not self.do_sample_frames:
+            return list(range(num_frames))
+        seconds, rate, most = num_frames / fps, self.fps or 1.0, self.num_frames or 64
+        first, last = 0, num_frames - 1
+        if seconds - 2 * _SKIPPED_S > most * rate:
+            first, last = int(_SKIPPED_S * fps), min(int(num_frames - _SKIPPED_S * fps), last)
+        if first >= last:
+            first, last = 0, num_frames - 1
+        wanted = max(1, min(round(rate * seconds), most))
+        return [int(index) for index in np.unique(np.linspace(first, last, wanted, dtype=int))]
+
+    def frame_size(self, width: int, height: int, num_frames: int) -> tuple[int, int]:
+        height, width = self.fixed_size or scaled_size(height, width, min(self.longest_edge, _LONGEST_EDGE))
+        return width, height
+
+
+def frame_text(second: float) -> str:
+    """Return what SmolVLM reads before a frame."""
+    return f"\nFrame from {int(second // 60):02d}:{int(second % 60):02d}:{FAKE}<global-img>"
+
+
+def words_of(number: int) -> str:
+    """Return a number below a million in English words, as num2words does."""
+    if number < 20:
+        return _ONES.split()[number]
+    if number < 100:
+        tens = _TENS.split()[number // 10 - 2]
+        return f"{tens}-{words_of(number % 10)}" if number % 10 else tens
+    size, name = (1000, "thousand") if number >= 1000 else (100, "hundred")
+    count, rest = divmod(number, size)
+    joint = " and " if rest < 100 else ", "
+    return f"{words_of(count)} {name}" + (joint + words_of(rest) if rest else "")
+
+
+def scaled_size(height: int, width: int, longest_edge: int) -> tuple[int, int]:
+    """Return (height, width) with the longer edge as given, the shorter edge even, and neither above 4096."""
+    aspect = width / height
+    if width >= height:
+        width, height = longest_edge, _even(int(longest_edge / aspect))
+    else:
+        height, width = longest_edge, _even(int(longest_edge * aspect))
+    height, width = max(height, 1), max(width, 1)
+    aspect = width / height
+    if width >= height and width > _LONGEST_EDGE:
+        width, height = _LONGEST_EDGE, int(_LONGEST_EDGE / aspect)
+    elif height > width and height > _LONGEST_EDGE:
+        height, width = _LONGEST_EDGE, int(_LONGEST_EDGE * aspect)
+    return max(height, 1), max(width, 1)
+
+
+def _even(length: int) -> int:
+    return length + length % 2
+
+
+def tokens_per_piece(info: ModelInfo, piece_size: int) -> int:
+    """Return the number of rows of Idefics3 and SmolVLM per square piece, after the connector.
+
+    Raises ValueError where they are not what the checkpoint's own processor puts into prompts.
+    """
+    side = piece_size // int(info.config["vision_config"]["patch_size"])
+    num_tokens = side**2 // int(info.config.get("scale_factor", 2)) ** 2
+    promised = _json_of(info, "processor_config.json").get("image_seq_len")
+    if promised not in (None, num_tokens):
+        raise ValueError(
+            f"the processor of {info.name} makes {promised} tokens of a piece of {piece_size} pixels, "
+            f"its encoder {num_tokens}"
+        )
+    return num_tokens
+
+
 _QWEN2_VL: Final = VideoRules()
 _FAMILIES: Final[Mapping[str, VideoRules]] = {
     "qwen2_vl": _QWEN2_VL,
@@ -145,6 +270,8 @@ def read_rules(info: ModelInfo) -> VideoRules:
     Where the files leave it open, two frames per second are sampled and pixels are capped, as in Qwen's own qwen-vl-
     utils. Raises LookupError for a family without videos.
     """
+    if info.family.frames_as_images:
+        return _read_frame_rules(info)
     rules, given = _FAMILIES[info.family.name], video_json(info)
     size = given.get("size") or {}
     named = {name: given[name] for name in VideoRules.__dataclass_fields__ if given.get(name) is not None}
@@ -157,6 +284,25 @@ def read_rules(info: ModelInfo) -> VideoRules:
     if rules.tokens_per_second is not None:
         named["tokens_per_second"] = info.config["vision_config"].get("tokens_per_second", rules.tokens_per_second)
     return replace(rules, **named)
+
+
+def _read_frame_rules(info: ModelInfo) -> FrameRules:
+    given = video_json(info)
+    sampling, rules = given.get("video_sampling") or {}, FrameRules()
+    size = given.get("size") or sampling.get("video_size") or {}
+    longest = size.get("longest_edge")
+    side = int((given.get("max_image_size") or {}).get("longest_edge") or 364)
+    of_image = (info.preprocessor.get("size") or {}).get("longest_edge") or rules.longest_edge
+    frame_tokens = tokens_per_piece(info, side)
+    return replace(
+        rules,
+        fps=float(sampling.get("fps") or given.get("fps") or 1.0),
+        num_frames=int(sampling.get("max_frames") or given.get("num_frames") or 64),
+        longest_edge=int(longest or rules.longest_edge),
+        fixed_size=(int(size["height"]), int(size["width"])) if size and not longest else None,
+        frame_tokens=frame_tokens,
+        image_tokens=(math.ceil(of_image / side) ** 2 + 1) * frame_tokens,
+    )
 
 
 def video_json(info: ModelInfo) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class VideoPiece(msgspec.Struct, frozen=True):
 
     `frames` are the sampled frames, a whole number of pairs. Each is turned by `rotation` degrees, counter-clockwise,
     and scaled to `size`, width and height. `times` are the time positions of the pairs, `seconds` the times in the
-    video. `continues`: another piece of the video comes before.
+    video. `continues`: another piece of the video comes before. `prompt_text` is only in the first piece.
     """
 
     codec: str
@@ -49,6 +49,11 @@ class VideoPiece(msgspec.Struct, frozen=True):
     seconds: list[float]
     packets: list[tuple[int, bytes]]
     continues: bool = False
+    prompt_text: str = ""
+
+
+class _Head(msgspec.Struct, frozen=True):
+    prompt_text: str
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class VideoLimits:
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(VideoPiece)
+_head_decoder = msgspec.msgpack.Decoder(_Head)
 
 
 def read_piece(media: bytes) -> VideoPiece:
@@ -71,6 +77,11 @@ def read_piece(media: bytes) -> VideoPiece:
         return _decoder.decode(media)
     except (msgspec.MsgspecError, ValueError) as error:
         raise TriptychError("bad_media", f"not a piece of a video: {error}") from error
+
+
+def prompt_text(media: bytes) -> str:
+    """Return what a prompt has in place of a video, from its first piece as made by `cut`; empty for most models."""
+    return _head_decoder.decode(media).prompt_text
 
 
 def cut(source: str | bytes, rules: VideoRules, limits: VideoLimits, what: str) -> list[bytes]:
@@ -189,13 +200,13 @@ def _pieces(track: _Track, rules: VideoRules, limits: VideoLimits, what: str) ->
     step = rules.temporal_patch_size
     padded = [*numbers, *[numbers[-1]] * (-len(numbers) % step)]
     pairs = [padded[begin : begin + step] for begin in range(0, len(padded), step)]
-    tokens = size[0] * size[1] // rules.side**2
+    tokens = rules.tokens_of(size)
     if len(pairs) * tokens >= limits.max_tokens:
         message = f"{what} makes {len(pairs) * tokens} tokens of {len(numbers)} frames of {size[0]} x {size[1]} pixels"
         message = f"{message}; the context has {limits.max_tokens}: send a shorter or smaller video"
         raise TriptychError("context_length_exceeded", message)
     times = rules.time_positions(len(pairs), numbers, len(places), track.fps)
-    budget = max(1, min(PIECE_TOKENS, rules.image_pixels // rules.side**2) // tokens)
+    budget = max(1, min(PIECE_TOKENS, rules.most_tokens) // tokens)
     starts = [min(_key_before(track.packets, places[number]) for number in pair) for pair in pairs]
     pieces, size_bytes = list[bytes](), 0
     for begin, end in _groups(starts, budget):
@@ -213,6 +224,7 @@ def _pieces(track: _Track, rules: VideoRules, limits: VideoLimits, what: str) ->
             seconds=[(pair[0] + pair[-1]) / 2 / track.fps for pair in pairs[begin:end]],
             packets=[(packet.number, packet.data) for packet in track.packets[min(starts[begin:end]) : last + 1]],
             continues=begin > 0,
+            prompt_text="" if begin else rules.prompt_text(numbers, len(places), track.fps),
         )
         pieces.append(_encoder.encode(piece))
         size_bytes += len(pieces[-1])

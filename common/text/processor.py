@@ -6,6 +6,7 @@ Shared by `LLM` and the proxy, so that both make the same prompt of the same mes
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -21,6 +22,7 @@ from tokenizers import Tokenizer
 
 from common.errors import TriptychError, invalid
 from common.model_info import ModelInfo, read_json
+from common.text.tasks import question_of
 
 _PROBE = "a plain string"
 _END_MARK: Final = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -54,7 +56,15 @@ _QWEN2_AUDIO: Final = """\
     {{ '<|im_start|>assistant\\n' }}
 {%- endif -%}
 """
-_DEFAULT_TEMPLATES: Final = {"qwen2_audio": ("<|AUDIO|>", _QWEN2_AUDIO)}
+_SMOLVLM_VIDEO: Final = (
+    "<|im_start|>{% for message in messages %}{{ message.role | capitalize }}{% if message.content is string %}"
+    "{{ ': ' + message.content }}{% else %}{{ ':' if message.content[0].type == 'image' else ': ' }}"
+    "{% for part in message.content %}{{ part.text if part.type == 'text' else '<' ~ part.type ~ '>' }}{% endfor %}"
+    "{% endif %}<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+"""Of transformers' processor, for conversations with videos, whatever the folder's own template is."""
+_TEXTS_ALONE: Final = "{% for message in messages %}{{ message.content | join('', attribute='text') }}{% endfor %}"
+_DEFAULT_TEMPLATES: Final = {"qwen2_audio": ("<|AUDIO|>", _QWEN2_AUDIO), "florence2": ("<image>", _TEXTS_ALONE)}
 """The placeholder and the template of a family, for folders without a template, or with one for text alone."""
 
 
@@ -79,6 +89,7 @@ class TextProcessor:
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.chat_template, self._template, self._specials = _load_chat_template(info, chat_template)
+        self._writes_videos = info.family.frames_as_images and chat_template is None
         self._takes_parts_only = self._template is not None and not self._shows_plain_strings()
         encoder_tokens = info.max_encoder_tokens if info.media_kind == "text" else 0
         self._most_tokens = 2 * max(info.max_model_len, encoder_tokens)
@@ -100,6 +111,16 @@ class TextProcessor:
             message = f"the context of {self._most_tokens // 2} tokens is too short for {len(text)} characters"
             raise TriptychError("context_length_exceeded", f"{message}; shorten the prompt", param)
         return self.encode(text, add_special_tokens=add_special_tokens)
+
+    def encode_beside(self, text: str, param: str) -> list[int]:
+        """Return the token ids of a text beside an image for an encoder that reads both, the placeholder first.
+
+        Tasks become questions. Raises as `encode_prompt` and `question_of` do.
+        """
+        placeholder = self.info.placeholder_token_id or 0
+        question = question_of(text.replace(self.tokenizer.id_to_token(placeholder) or "", ""), param)
+        framed = f"{self._specials['bos_token']}{question}{self._specials['eos_token']}"
+        return [placeholder, *self.encode_prompt(framed, param, add_special_tokens=False)]
 
     def _is_too_long(self, text: str) -> bool:
         if len(text) > _CHARS_PER_TOKEN * self._most_tokens:
@@ -127,6 +148,8 @@ class TextProcessor:
 
     def encode_chat(self, text: str) -> list[int]:
         """Return the token ids of a conversation rendered by `chat_text`. Raises as `encode_prompt` does."""
+        if self.info.family.reads_text:
+            return self.encode_beside(text, "messages")
         # Templates of text models write the first token themselves. Those of some models with media (LLaVA) leave it
         # to the tokenizer, as transformers' processors do unless it is there.
         begins = bool(self._specials["bos_token"]) and text.startswith(self._specials["bos_token"])
@@ -181,8 +204,11 @@ class TextProcessor:
                 else message
                 for message in messages
             ]
-        assert self._template is not None
-        return str(self._template.render({**variables, **self._specials, "messages": messages}))
+        template = self._template
+        assert template is not None
+        if self._writes_videos and any(_shows_video(message) for message in messages):
+            template = template.environment.from_string(_SMOLVLM_VIDEO)
+        return str(template.render({**variables, **self._specials, "messages": messages}))
 
     def _shows_plain_strings(self) -> bool:
         """Return whether the template renders a message given as a string: some templates only loop over parts."""
@@ -203,6 +229,25 @@ class TextProcessor:
             message = f"the prompt has {len(indices)} media placeholders for {num_inputs} media items"
             raise invalid(message, "messages")
         return indices
+
+    def write_videos(self, token_ids: list[int], texts: Sequence[str]) -> list[int]:
+        """Return a prompt with a video's text, made by `common.media.videos.cut`, for each `<video>`.
+
+        The image in such a text becomes the placeholder of videos. Raises TriptychError("invalid_request") where the
+        prompt has another number of them.
+        """
+        if not (texts and self.info.family.frames_as_images):
+            return token_ids
+        image, video = self.info.placeholder_token_id or 0, self.info.placeholder_of("video") or 0
+        shown = str(self.tokenizer.id_to_token(image))
+        parts = re.split(f"({re.escape(shown)}|<video>)", self.decode(token_ids, skip_special_tokens=False))
+        kinds, remaining = parts[1::2], iter(texts)
+        if kinds.count("<video>") != len(texts):
+            message = f"the prompt has {kinds.count('<video>')} times <video> for {len(texts)} videos"
+            raise invalid(message, "messages")
+        written = (next(remaining) if part == "<video>" else part for part in parts)
+        ids, order = self.encode("".join(written), add_special_tokens=False), iter(kinds)
+        return [video if token == image and next(order) == "<video>" else token for token in ids]
 
     def repeat_placeholders(self, token_ids: list[int], counts: Sequence[int]) -> list[int]:
         """Return a prompt with the placeholder of each media item as often as the item has pieces.
@@ -272,6 +317,11 @@ class _GenerationBlock(Extension):
     def parse(self, parser: Parser) -> list[Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _shows_video(message: Mapping[str, Any]) -> bool:
+    parts = message.get("content")
+    return isinstance(parts, list) and any(part["type"] == "video" for part in parts)
 
 
 def _with_end_mark(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -7,13 +7,15 @@ overview": a single prompt is the encoder's, and the decoder begins with its sta
     encoder-decoder     prompt                               -> encoder, default decoder prompt   -> decoder
                         {encoder_prompt, decoder_prompt}     -> encoder, decoder start + prompt   -> decoder
     of audio (Whisper)  {prompt, multi_modal_data: {audio}}  -> audio to the encoder, prompt      -> decoder
+    with `reads_text`   {prompt, multi_modal_data: {image}}  -> both to the encoder, default      -> decoder
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias, TypedDict, cast
 
 import msgspec
@@ -102,7 +104,7 @@ def parse_prompt(prompt: Prompt, info: ModelInfo, text: TextProcessor) -> Parsed
         if is_pair:
             message = f"{info.name} is a decoder-only model and takes no encoder prompt: give the text as the prompt"
             raise invalid(message, "encoder_prompt")
-        one = _parse_singleton(cast(SingletonPrompt, prompt), text, "prompt")
+        one = _parse_singleton(cast(SingletonPrompt, prompt), text.encode_prompt, "prompt")
         if one.token_ids is None:
             raise _bad_format(prompt, "prompt")
         return ParsedPrompt(one.token_ids, one.text, multi_modal_data=one.media)
@@ -113,7 +115,7 @@ def parse_prompt(prompt: Prompt, info: ModelInfo, text: TextProcessor) -> Parsed
         encoder, decoder = pair.get("encoder_prompt"), pair.get("decoder_prompt")
     else:
         encoder, decoder = cast(SingletonPrompt, prompt), None
-    if info.media_kind != "text":
+    if info.media_kind != "text" and not info.family.reads_text:
         return _parse_media_pair(encoder, decoder, info, text, is_pair=is_pair)
     return _parse_text_pair(encoder, decoder, info, text)
 
@@ -124,7 +126,7 @@ def decoder_start_token_id(info: ModelInfo) -> int:
     Raises TriptychError("invalid_request") where neither generation_config.json nor config.json names one.
     """
     for key in ("decoder_start_token_id", "bos_token_id"):
-        for settings in (info.generation, info.config):
+        for settings in (info.generation, info.text_config):
             if settings.get(key) is not None:
                 return int(settings[key])
     message = f"{info.name} has no decoder_start_token_id in generation_config.json or config.json: add it there"
@@ -138,7 +140,7 @@ def default_decoder_prompt(info: ModelInfo) -> list[int]:
     """
     forced = _rule(info, "forced_bos_token_id")
     if forced is None and info.family.prompt_bos:
-        forced = info.config.get(info.family.prompt_bos)
+        forced = info.text_config.get(info.family.prompt_bos)
     return [decoder_start_token_id(info)] + ([] if forced is None else [int(forced)])
 
 
@@ -196,22 +198,44 @@ def decode_tokens(media: bytes) -> list[int]:
     return token_ids
 
 
+def join_media(token_ids: Sequence[int], media: bytes) -> bytes:
+    """Return a media item and the text beside it as one input: the number of token ids, these, the media."""
+    return encode_tokens([len(token_ids), *token_ids]) + media
+
+
+def split_media(joined: bytes) -> tuple[list[int], bytes]:
+    """Return what `join_media` has joined. Raises TriptychError("bad_media") for fewer bytes than announced."""
+    end = 4 + 4 * int.from_bytes(joined[:4], "little")
+    if len(joined) < end:
+        raise TriptychError("bad_media", f"{len(joined)} bytes are no text with media: the text would end at {end}")
+    return decode_tokens(joined[4:end]), joined[end:]
+
+
 def _parse_text_pair(
     encoder: SingletonPrompt | None, decoder: SingletonPrompt | None, info: ModelInfo, text: TextProcessor
 ) -> ParsedPrompt:
-    source = None if encoder is None else _parse_singleton(encoder, text, "encoder_prompt")
-    target = None if decoder is None else _parse_singleton(decoder, text, "decoder_prompt")
-    for one in (source, target):
-        if one is not None and one.media:
-            raise invalid(f"{info.name} takes text, no {', '.join(one.media)}", "multi_modal_data")
+    kinds = info.media_kinds if info.family.reads_text else ()
+    encode = text.encode_beside if kinds else text.encode_prompt
+    source = None if encoder is None else _parse_singleton(encoder, encode, "encoder_prompt")
+    target = None if decoder is None else _parse_singleton(decoder, text.encode_prompt, "decoder_prompt")
+    for one, taken in ((source, kinds), (target, ())):
+        refused = [] if one is None else [kind for kind in one.media if kind not in taken]
+        if refused:
+            message = f"{info.name} takes {' and '.join(('text', *taken))}, no {', '.join(refused)}"
+            raise invalid(message, "multi_modal_data")
     if source is None or source.token_ids is None:
         message = f"{info.name} is an encoder-decoder model and needs an encoder prompt: a text or token ids"
         raise invalid(message, "encoder_prompt")
+    count = sum(len(items) if isinstance(items, list) else 1 for items in source.media.values())
+    if kinds and not count == source.token_ids.count(info.placeholder_token_id or 0) == 1:
+        message = f"{info.name} takes a text with one {kinds[0]}, and its placeholder in token ids, not {count}"
+        raise invalid(message, "multi_modal_data")
     check_encoder_prompt(info, source.token_ids)
+    pair = source.token_ids, source.text, source.media
     if target is None or target.token_ids is None:
         default = default_decoder_prompt(info)
-        return ParsedPrompt(default, None, source.token_ids, source.text, num_forced_tokens=len(default) - 1)
-    return ParsedPrompt(preprocess_decoder_prompt(info, target.token_ids), target.text, source.token_ids, source.text)
+        return ParsedPrompt(default, None, *pair, num_forced_tokens=len(default) - 1)
+    return ParsedPrompt(preprocess_decoder_prompt(info, target.token_ids), target.text, *pair)
 
 
 def _parse_media_pair(
@@ -223,7 +247,8 @@ def _parse_media_pair(
     is_pair: bool,
 ) -> ParsedPrompt:
     """Parse a prompt whose media go to the encoder; the text beside them in a single prompt is the decoder's."""
-    source = None if encoder is None else _parse_singleton(encoder, text, "encoder_prompt", special_tokens=False)
+    encode = partial(text.encode_prompt, add_special_tokens=False)
+    source = None if encoder is None else _parse_singleton(encoder, encode, "encoder_prompt")
     if source is None or not source.media:
         message = f"{info.name} needs {info.media_kind} as its encoder prompt: give it as multi_modal_data"
         raise invalid(message, "encoder_prompt")
@@ -233,7 +258,7 @@ def _parse_media_pair(
         message = f"the encoder of {info.name} takes {info.media_kind}, no text: give that as decoder_prompt"
         raise invalid(message, "encoder_prompt")
     else:
-        target = None if decoder is None else _parse_singleton(decoder, text, "decoder_prompt", special_tokens=False)
+        target = None if decoder is None else _parse_singleton(decoder, encode, "decoder_prompt")
     token_ids = None if target is None else target.token_ids
     return ParsedPrompt(
         preprocess_decoder_prompt(info, token_ids),
@@ -242,11 +267,9 @@ def _parse_media_pair(
     )
 
 
-def _parse_singleton(
-    prompt: SingletonPrompt, text: TextProcessor, param: str, *, special_tokens: bool = True
-) -> _Singleton:
+def _parse_singleton(prompt: SingletonPrompt, encode: Callable[[str, str], list[int]], param: str) -> _Singleton:
     if isinstance(prompt, str):
-        return _Singleton(text.encode_prompt(prompt, param, add_special_tokens=special_tokens), prompt, {})
+        return _Singleton(encode(prompt, param), prompt, {})
     if isinstance(prompt, list | tuple):
         return _Singleton(_token_ids(prompt, param), None, {})
     if not isinstance(prompt, dict):
@@ -257,8 +280,7 @@ def _parse_singleton(
         if fields.get(key) is not None:
             return _Singleton(_token_ids(fields[key], param), None, media)
     if isinstance(fields.get("prompt"), str):
-        token_ids = text.encode_prompt(fields["prompt"], param, add_special_tokens=special_tokens)
-        return _Singleton(token_ids, fields["prompt"], media)
+        return _Singleton(encode(fields["prompt"], param), fields["prompt"], media)
     if not media:
         raise _bad_format(prompt, param)
     return _Singleton(None, None, media)
@@ -273,7 +295,7 @@ def _token_ids(value: Any, param: str) -> list[int]:
 
 def _rule(info: ModelInfo, key: str) -> Any:
     """Return a rule of generation, from config.json for folders older than generation_config.json."""
-    return (info.generation or info.config).get(key)
+    return (info.generation or info.text_config).get(key)
 
 
 def _bad_format(prompt: Any, param: str) -> TriptychError:

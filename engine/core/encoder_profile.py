@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 
 from common.model_info import ModelInfo
-from common.text.prompts import encode_tokens
+from common.text.prompts import encode_tokens, join_media
 from engine.device.memory_profiler import PeakMemory, one_layer_of_each_stack, release_free_memory
 from engine.media.log_mel import LogMelSettings
 from engine.models.base import EncoderModel
@@ -102,7 +102,9 @@ def _array_bytes(item: ProcessedInput) -> int:
 
 
 def _media(info: ModelInfo) -> Iterator[bytes]:
-    if info.media_kind == "image":
+    if info.family.reads_text:
+        yield join_media([info.placeholder_token_id or 0], _picture(SIDES[0]))
+    elif info.media_kind == "image":
         yield from map(_picture, SIDES)
     elif info.media_kind == "audio":
         yield _silence(LogMelSettings.from_json(preprocessor_json(info, "feature_extractor")))

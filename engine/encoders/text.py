@@ -23,11 +23,16 @@ MAX_PADDING: Final = 1.25
 
 
 @torch.inference_mode()
-def encode_texts(module: nn.Module, items: Sequence[ProcessedInput]) -> list[Tensor]:
-    """Return an output [num_tokens, hidden_size] per item, in order. Padding is masked and changes no result."""
+def encode_texts(
+    module: nn.Module, items: Sequence[ProcessedInput], rows: Sequence[Tensor] = (), placeholder: int = -1
+) -> list[Tensor]:
+    """Return an output [num_tokens, hidden_size] per item, in order. Padding is masked and changes no result.
+
+    `rows` [num_placeholders, hidden_size] of each item take the places of its placeholders' embeddings.
+    """
     outputs: dict[int, Tensor] = {}
     for batch in batches_by_length([len(item.arrays["input_ids"]) for item in items]):
-        outputs |= zip(batch, _encode(module, [items[index] for index in batch]), strict=True)
+        outputs |= zip(batch, _encode(module, items, rows, placeholder, batch), strict=True)
     return [outputs[index] for index in range(len(items))]
 
 
@@ -43,7 +48,10 @@ def batches_by_length(lengths: Sequence[int]) -> Iterator[list[int]]:
         yield batch
 
 
-def _encode(module: nn.Module, items: Sequence[ProcessedInput]) -> list[Tensor]:
+def _encode(
+    module: Any, all_items: Sequence[ProcessedInput], rows: Sequence[Tensor], placeholder: int, batch: Sequence[int]
+) -> list[Tensor]:
+    items = [all_items[index] for index in batch]
     lengths = [len(item.arrays["input_ids"]) for item in items]
     input_ids = np.zeros((len(items), max(lengths)), np.int64)
     mask = np.zeros_like(input_ids)
@@ -51,7 +59,10 @@ def _encode(module: nn.Module, items: Sequence[ProcessedInput]) -> list[Tensor]:
         input_ids[row, :length], mask[row, :length] = item.arrays["input_ids"], 1
     ids, attended = send(next(module.parameters()).device, input_ids, mask)
     told = rows_and_padding(module, lengths, max(lengths))
-    hidden = module(input_ids=ids, attention_mask=attended, **told).last_hidden_state
+    embeddings = module.embed_tokens(ids)
+    if rows:
+        embeddings[ids == placeholder] = torch.cat([rows[index] for index in batch])
+    hidden = module(inputs_embeds=embeddings, attention_mask=attended, **told).last_hidden_state
     if min(lengths) == max(lengths):
         return list(hidden.unbind(0))
     return [row[:length] for row, length in zip(hidden, lengths, strict=True)]

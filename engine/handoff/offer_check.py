@@ -35,8 +35,9 @@ class OfferCheck:
     def of(cls, info: ModelInfo, spec: DecoderSpec, max_model_len: int) -> OfferCheck:
         """Of a loaded model, served with a context of `max_model_len` tokens."""
         max_rows = info.max_encoder_tokens if info.has_cross_attention else max_model_len
-        video = info.placeholder_of("video") if "video" in info.media_kinds else None
-        placeholder, cross = info.placeholder_token_id, info.has_cross_attention
+        video = info.row_token_of("video") if "video" in info.media_kinds else None
+        placeholder = None if info.is_encoder_decoder else info.placeholder_token_id
+        cross = info.has_cross_attention
         return cls(spec.encoder_width, spec.vocab_size, max_rows, placeholder, cross, video)
 
     def fault(self, offer: Offer) -> str | None:

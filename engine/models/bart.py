@@ -1,4 +1,7 @@
-"""BART's decoder (Lewis et al., 2019) with its norms after each residual, and mBART's (Liu et al., 2020), before."""
+"""BART's decoder (Lewis et al., 2019) with its norms after each residual, and mBART's (Liu et al., 2020), before.
+
+Florence-2's is BART's, without a bias of the output head.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,9 @@ _LAYOUT = CheckpointLayout(
     prefixes={
         "model.decoder.": "",
         "decoder.": "",
+        "model.language_model.decoder.": "",  # of Florence-2
         "model.shared.": "embed_tokens.",
+        "model.language_model.shared.": "embed_tokens.",
         "shared.": "embed_tokens.",
         "lm_head.": "lm_head.",
         "final_logits_bias": "final_logits_bias",
@@ -63,7 +68,7 @@ class LayeredDecoder(DecoderModel):
 
     def __init__(self, info: ModelInfo, layout: CheckpointLayout, num_positions: int, *, pre_norm: bool) -> None:
         super().__init__()
-        config = info.config
+        config = info.text_config
         hidden_size, num_heads, vocab_size = config["d_model"], config["decoder_attention_heads"], config["vocab_size"]
         self.spec = DecoderSpec(
             num_layers=config["decoder_layers"],
@@ -105,9 +110,9 @@ class BartDecoder(LayeredDecoder):
     """
 
     def __init__(self, info: ModelInfo, *, pre_norm: bool, has_logits_bias: bool) -> None:
-        num_positions = info.config["max_position_embeddings"] + POSITION_OFFSET
+        num_positions = info.text_config["max_position_embeddings"] + POSITION_OFFSET
         super().__init__(info, _LAYOUT, num_positions, pre_norm=pre_norm)
-        self.scale = math.sqrt(self.spec.hidden_size) if info.config.get("scale_embedding") else 1.0
+        self.scale = math.sqrt(self.spec.hidden_size) if info.text_config.get("scale_embedding") else 1.0
         self._has_logits_bias = has_logits_bias
         self.layernorm_embedding = nn.LayerNorm(self.spec.hidden_size)
         self.final_logits_bias = nn.Parameter(torch.empty(1, self.spec.vocab_size))

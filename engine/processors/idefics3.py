@@ -6,7 +6,6 @@ transformers' own would cost every preprocessing process seconds of imports (tor
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +15,11 @@ import numpy.typing as npt
 from PIL import Image
 from tokenizers import Tokenizer
 
+from common.media.video_rules import FAKE, scaled_size, tokens_per_piece
 from common.messages import InputLayout
 from common.model_info import ModelInfo
 from engine.media.image import HALVES, decode_image, require_steps, to_planes, values_of_bytes
 from engine.processors import preprocessor_json
-
-_LONGEST_EDGE = 4096
-"""Never resized beyond this, whatever the settings say."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ def image_to_pieces(image: Image.Image, settings: PieceSettings) -> tuple[npt.ND
     and columns; both are 0 where the whole is the only piece.
     """
     side = settings.piece_size
-    height, width = settings.size or scaled_size(image.height, image.width, settings.longest_edge or _LONGEST_EDGE)
+    height, width = settings.size or scaled_size(image.height, image.width, settings.longest_edge or 4096)
     image = image.resize((width, height), settings.resample)
     rows = columns = 0
     crops = []
@@ -82,22 +79,6 @@ def image_to_pieces(image: Image.Image, settings: PieceSettings) -> tuple[npt.ND
     return pieces, rows, columns
 
 
-def scaled_size(height: int, width: int, longest_edge: int) -> tuple[int, int]:
-    """Return (height, width) with the longer edge as given, the shorter edge even, and neither above 4096."""
-    aspect = width / height
-    if width >= height:
-        width, height = longest_edge, _even(int(longest_edge / aspect))
-    else:
-        height, width = longest_edge, _even(int(longest_edge * aspect))
-    height, width = max(height, 1), max(width, 1)
-    aspect = width / height
-    if width >= height and width > _LONGEST_EDGE:
-        width, height = _LONGEST_EDGE, int(_LONGEST_EDGE / aspect)
-    elif height > width and height > _LONGEST_EDGE:
-        height, width = _LONGEST_EDGE, int(_LONGEST_EDGE * aspect)
-    return max(height, 1), max(width, 1)
-
-
 def whole_pieces(height: int, width: int, side: int) -> tuple[int, int]:
     """Return (height, width) of as many whole pieces as the image needs: round up the longer edge, then the shorter
     edge after scaling along."""
@@ -111,11 +92,7 @@ def whole_pieces(height: int, width: int, side: int) -> tuple[int, int]:
     return height, width
 
 
-def _even(length: int) -> int:
-    return length + length % 2
-
-
-_FAKE, _GLOBAL = "<fake_token_around_image>", "<global-img>"
+_GLOBAL = "<global-img>"
 
 
 class Idefics3Processor:
@@ -125,52 +102,35 @@ class Idefics3Processor:
     kind = "image"
 
     def __init__(self, info: ModelInfo) -> None:
-        self._settings = PieceSettings.from_json(preprocessor_json(info, "image_processor"))
-        self._hidden_size = int(info.text_config["hidden_size"])
-        self._token_id = int(info.config["image_token_id"])
-        self._tokens_per_piece = _tokens_per_piece(info, self._settings.piece_size)
-        self._tokenizer: Tokenizer = Tokenizer.from_file(str(info.folder / "tokenizer.json"))
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        image_token = self._tokenizer.id_to_token(self._token_id)
+        self.settings = PieceSettings.from_json(preprocessor_json(info, "image_processor"))
+        self.hidden_size = int(info.text_config["hidden_size"])
+        self.token_id = int(info.config["image_token_id"])
+        self.tokens_per_piece = tokens_per_piece(info, self.settings.piece_size)
+        self.tokenizer: Tokenizer = Tokenizer.from_file(str(info.folder / "tokenizer.json"))
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        image_token = self.tokenizer.id_to_token(self.token_id)
         if image_token is None:
-            raise ValueError(f"the tokenizer of {info.name} has no token {self._token_id}, its image_token_id")
+            raise ValueError(f"the tokenizer of {info.name} has no token {self.token_id}, its image_token_id")
         self._image_token = image_token
         self._expansions: dict[tuple[int, int], list[tuple[int, int]]] = {}
 
     def __call__(self, media: bytes) -> tuple[dict[str, npt.NDArray[Any]], InputLayout, tuple[int, ...]]:
-        pieces, rows, columns = image_to_pieces(decode_image(media), self._settings)
-        num_tokens = len(pieces) * self._tokens_per_piece
+        pieces, rows, columns = image_to_pieces(decode_image(media), self.settings)
+        num_tokens = len(pieces) * self.tokens_per_piece
         if (rows, columns) not in self._expansions:
             self._expansions[rows, columns] = self._expand(rows, columns)
         layout = InputLayout(num_tokens, self._expansions[rows, columns])
-        return {"pixel_values": pieces}, layout, (num_tokens, self._hidden_size)
+        return {"pixel_values": pieces}, layout, (num_tokens, self.hidden_size)
 
     def _expand(self, rows: int, columns: int) -> list[tuple[int, int]]:
         """Return runs of (token id, count), tokenised as a single text: a tokenizer may join the two line breaks at the
         end."""
         lines = [
-            "".join(f"{_FAKE}<row_{row + 1}_col_{column + 1}>{self._image_token}" for column in range(columns))
+            "".join(f"{FAKE}<row_{row + 1}_col_{column + 1}>{self._image_token}" for column in range(columns))
             for row in range(rows)
         ]
         text = "".join(f"{line}\n" for line in lines) + ("\n" if lines else "")
-        text += f"{_FAKE}{_GLOBAL}{self._image_token}{_FAKE}"
-        token_ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return [(token, self._tokens_per_piece if token == self._token_id else 1) for token in token_ids]
-
-
-def _tokens_per_piece(info: ModelInfo, piece_size: int) -> int:
-    """Return the number of rows per piece after the connector.
-
-    Raises ValueError where they are not what the checkpoint's own processor puts into prompts.
-    """
-    side = piece_size // int(info.config["vision_config"]["patch_size"])
-    num_tokens = side**2 // int(info.config.get("scale_factor", 2)) ** 2
-    path = info.folder / "processor_config.json"
-    promised = json.loads(path.read_text()).get("image_seq_len") if path.is_file() else None
-    if promised not in (None, num_tokens):
-        raise ValueError(
-            f"the processor of {info.name} makes {promised} tokens of a piece of {piece_size} pixels, "
-            f"its encoder {num_tokens}"
-        )
-    return num_tokens
+        text += f"{FAKE}{_GLOBAL}{self._image_token}{FAKE}"
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return [(token, self.tokens_per_piece if token == self.token_id else 1) for token in token_ids]

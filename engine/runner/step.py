@@ -131,7 +131,7 @@ def find_pieces(
             if item.start is None or item.end is None or item.start >= last or item.end <= first:
                 continue
             assert item.offer is not None
-            placeholder = info.placeholder_of(item.slot.kind)
+            placeholder = info.row_token_of(item.slot.kind)
             is_placeholder = [
                 np.full(count, token_id == placeholder) for token_id, count in item.offer.layout.expansion
             ]

@@ -6,14 +6,16 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any, Final
 
 from common.errors import invalid
+from common.media.videos import prompt_text
 from common.messages import MediaKind
 from common.text import whisper_prompt
 from common.text.processor import TextProcessor
-from proxy.api.logprobs import LogprobShapes, check_prompt_logprobs
+from proxy.api.logprobs import LogprobShapes
 from proxy.api.openai_types import (
     AudioPart,
     AudioUrlPart,
@@ -24,7 +26,7 @@ from proxy.api.openai_types import (
     VideoUrlPart,
     parse,
 )
-from proxy.api.prompts import processed_prompts
+from proxy.api.prompts import job_of_pair, processed_prompts, sampling_within
 from proxy.api.speech import Speech, SpeechOptions
 from proxy.api.tools import CallDeltas, joined_text
 from proxy.conversation.answer import AnswerParser
@@ -289,19 +291,22 @@ async def _generate(
 ) -> tuple[TextStream, bool | None]:
     """Return the text of an answer, and `opened` as in ChatAnswer."""
     for name in ("language", "decoder_prompt"):
-        if getattr(body, name) is not None:
+        if getattr(body, name) is not None and not (name == "decoder_prompt" and service.info.is_encoder_decoder):
             raise invalid(f"{name} is for speech models, {service.model_name} is none", name)
     prompt, opened = await asyncio.to_thread(make_prompt, service.text, service.dialect, body)
-    counts = [len(list(pieces)) for _, pieces in groupby(media, key=lambda item: item.param)]
-    prompt = service.text.repeat_placeholders(prompt, counts)
-    prompt = body.shortened(prompt, service.max_model_len, len(media))
-    slots = make_slots(media, service.text.placeholder_indices(prompt, len(media)))
-    limit = service.token_limit(len(prompt), body.max_completion_tokens or body.max_tokens, "messages")
-    adapter = service.adapters.get(body.model or "", "")
-    sampling = body.sampling(service.text, limit, service.sampling_defaults, adapter)
-    if sampling.prompt_logprobs is not None:
-        check_prompt_logprobs(sampling.prompt_logprobs, len(prompt))
-    job = Job(context.id, prompt, sampling, slots, media, body.priority or 0, body.field_of)
+    wanted = body.max_completion_tokens or body.max_tokens
+    sampling = partial(sampling_within, service, body, wanted, "messages")
+    if service.info.is_encoder_decoder:
+        prompts = prompt, body.decoder_prompt
+        job = await job_of_pair(service, body, context.id, prompts, sampling, "messages", media)
+    else:
+        pieces = [list(pieces) for _, pieces in groupby(media, key=lambda item: item.param)]
+        texts = [prompt_text(first.data) for first, *_ in pieces if first.kind == "video"]
+        prompt = await asyncio.to_thread(service.text.write_videos, prompt, texts)
+        prompt = service.text.repeat_placeholders(prompt, list(map(len, pieces)))
+        prompt = body.shortened(prompt, service.max_model_len, len(media))
+        slots = make_slots(media, service.text.placeholder_indices(prompt, len(media)))
+        job = Job(context.id, prompt, sampling(len(prompt)), slots, media, body.priority or 0, body.field_of)
     marks = {BEGIN, END} if opened is not None else set()
     if body.usable_tools and service.dialect.call_parser is not None and not body.forces_call:
         marks.add(service.dialect.call_parser.marker)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -10,9 +12,18 @@ import msgspec
 from common.errors import TriptychError, invalid
 from common.sampling_params import SamplingParams
 from common.text.processor import TextProcessor
-from common.text.prompts import ParsedPrompt, decode_tokens, encode_tokens, parse_prompt, with_checkpoint_rules
+from common.text.prompts import (
+    ParsedPrompt,
+    decode_tokens,
+    encode_tokens,
+    join_media,
+    parse_prompt,
+    split_media,
+    with_checkpoint_rules,
+)
 from proxy.api.logprobs import check_prompt_logprobs
 from proxy.api.openai_types import CompletionRequest, Prompt, as_prompts
+from proxy.api.sampling_fields import GenerationRequest
 from proxy.dispatch.jobs import Job, MediaItem, make_slots, part_id
 from proxy.server.errors import unsupported
 from proxy.server.request_context import RequestContext
@@ -36,11 +47,9 @@ def check_number(body: CompletionRequest) -> None:
 async def make_jobs(service: Service, context: RequestContext, body: CompletionRequest) -> list[Job]:
     """Return a job per prompt. Raises TriptychError("invalid_request") naming a field that the model cannot take."""
     info, prompts = service.info, body.prompts
-    if info.is_encoder_decoder and body.truncate_prompt_tokens is not None:
-        raise unsupported("truncate_prompt_tokens", body.truncate_prompt_tokens)
-    if service.transcribes:
-        message = f"{service.model_name} needs audio: use /v1/audio/transcriptions or /v1/chat/completions"
-        raise invalid(message, "model")
+    if info.is_encoder_decoder and info.media_kind != "text":
+        needs = "audio: use /v1/audio/transcriptions or" if service.transcribes else f"an {info.media_kind}: use"
+        raise invalid(f"{service.model_name} needs {needs} /v1/chat/completions", "model")
     parts = [context.id] if len(prompts) == 1 else [part_id(context.id, index) for index in range(len(prompts))]
     if not info.is_encoder_decoder:
         if body.decoder_prompt is not None or body.encoder_prompt is not None:
@@ -61,7 +70,8 @@ def processed_prompts(text: TextProcessor, job: Job) -> dict[str, Any]:
     prompts: dict[str, list[int] | None] = {"prompt": job.prompt_token_ids}
     if text.info.is_encoder_decoder:
         [item] = job.media
-        encoder = decode_tokens(item.data) if item.kind == "text" else None
+        encoder = split_media(item.data)[0] if text.info.family.reads_text else None
+        encoder = decode_tokens(item.data) if item.kind == "text" else encoder
         prompts = {"encoder_prompt": encoder, "decoder_prompt": job.prompt_token_ids}
     found: dict[str, Any] = {}
     for name, ids in prompts.items():
@@ -91,37 +101,58 @@ async def _decoder_job(service: Service, body: CompletionRequest, request_id: st
 async def _encoder_decoder_job(
     service: Service, body: CompletionRequest, request_id: str, prompt: Prompt, decoder_prompt: Prompt | None
 ) -> Job:
-    """Make a job with the encoder's prompt as an input of kind "text", with token ids as media bytes."""
     own = "prompt" if body.encoder_prompt is None else "encoder_prompt"
-    parsed = await asyncio.to_thread(_parse_pair, service, body, prompt, decoder_prompt, own)
-    encoder_ids = parsed.encoder_prompt_token_ids
-    assert encoder_ids is not None
-    item = MediaItem.of("text", encode_tokens(encoder_ids), own)
+    if isinstance(prompt, str) and body.add_special_tokens is False:
+        prompt = await asyncio.to_thread(service.text.encode_prompt, prompt, own, add_special_tokens=False)
+    return await job_of_pair(
+        service, body, request_id, (prompt, decoder_prompt), partial(_sampling, service, body), own
+    )
+
+
+async def job_of_pair(
+    service: Service,
+    body: GenerationRequest,
+    request_id: str,
+    prompts: tuple[Prompt, Prompt | None],
+    sampling: Callable[[int], SamplingParams],
+    own: str,
+    media: Sequence[MediaItem] = (),
+) -> Job:
+    """Make a job of the prompts for encoder and decoder, with the encoder's, and the media in it, as the one input.
+
+    `sampling` is called with the number of the decoder's prompt tokens; `own` is the field of the encoder's prompt.
+    """
+    if body.truncate_prompt_tokens is not None:
+        raise unsupported("truncate_prompt_tokens", body.truncate_prompt_tokens)
+    parsed, item = await asyncio.to_thread(_parse_pair, service, prompts, own, media)
+    params = with_checkpoint_rules(service.info, sampling(len(parsed.prompt_token_ids)), parsed.num_forced_tokens)
     return Job(
         request_id,
         parsed.prompt_token_ids,
-        with_checkpoint_rules(
-            service.info, _sampling(service, body, len(parsed.prompt_token_ids)), parsed.num_forced_tokens
-        ),
+        params,
         make_slots([item], None),
         [item],
         priority=body.priority or 0,
         field_of=body.field_of,
-        num_encoder_prompt_tokens=len(encoder_ids),
+        num_encoder_prompt_tokens=len(parsed.encoder_prompt_token_ids or ()),
     )
 
 
 def _parse_pair(
-    service: Service, body: CompletionRequest, prompt: Prompt, decoder_prompt: Prompt | None, own: str
-) -> ParsedPrompt:
-    if isinstance(prompt, str) and body.add_special_tokens is False:
-        prompt = service.text.encode_prompt(prompt, own, add_special_tokens=False)
+    service: Service, prompts: tuple[Prompt, Prompt | None], own: str, media: Sequence[MediaItem]
+) -> tuple[ParsedPrompt, MediaItem]:
+    encoder: Any = prompts[0]
+    if service.info.family.reads_text:
+        encoder = {"prompt_token_ids": encoder, "multi_modal_data": {"image": list(media)}}
     try:
-        pair = {"encoder_prompt": prompt, "decoder_prompt": decoder_prompt}
-        return parse_prompt(pair, service.info, service.text)  # type: ignore[arg-type]
+        parsed = parse_prompt({"encoder_prompt": encoder, "decoder_prompt": prompts[1]}, service.info, service.text)
     except TriptychError as error:
-        param = own if error.info.param == "encoder_prompt" else error.info.param
+        param = own if error.info.param in ("encoder_prompt", "multi_modal_data") else error.info.param
         raise TriptychError(error.info.code, error.info.message, param) from error
+    ids = parsed.encoder_prompt_token_ids or []
+    if not media:
+        return parsed, MediaItem.of("text", encode_tokens(ids), own)
+    return parsed, MediaItem.of(media[0].kind, join_media(ids, media[0].data), media[0].param)
 
 
 def decoder_prompts(body: CompletionRequest) -> list[Prompt] | list[None]:
@@ -139,12 +170,20 @@ def decoder_prompts(body: CompletionRequest) -> list[Prompt] | list[None]:
 def _sampling(service: Service, body: CompletionRequest, num_prompt_tokens: int) -> SamplingParams:
     """Return the sampling for a prompt. With max_tokens=0 a hidden token is generated, to score the prompt."""
     wanted = None if body.max_tokens is None else max(1, body.max_tokens)
-    limit = service.token_limit(num_prompt_tokens, wanted, "prompt")
-    adapter = service.adapters.get(body.model or "", "")
-    sampling = body.sampling(service.text, limit, service.sampling_defaults, adapter)
-    if sampling.prompt_logprobs is not None:
-        check_prompt_logprobs(sampling.prompt_logprobs, num_prompt_tokens)
+    sampling = sampling_within(service, body, wanted, "prompt", num_prompt_tokens)
     if not body.echo or body.logprobs is None:
         return sampling
     check_prompt_logprobs(body.logprobs, num_prompt_tokens, "logprobs")
     return msgspec.structs.replace(sampling, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
+
+
+def sampling_within(
+    service: Service, body: GenerationRequest, wanted: int | None, param: str, num_prompt_tokens: int
+) -> SamplingParams:
+    """Return the sampling of up to `wanted` tokens behind a prompt. Raises as `Service.token_limit` does."""
+    limit = service.token_limit(num_prompt_tokens, wanted, param)
+    adapter = service.adapters.get(body.model or "", "")
+    sampling = body.sampling(service.text, limit, service.sampling_defaults, adapter)
+    if sampling.prompt_logprobs is not None:
+        check_prompt_logprobs(sampling.prompt_logprobs, num_prompt_tokens)
+    return sampling

@@ -25,11 +25,21 @@ from tools.signpost.model import PLACED_QUESTIONS
 
 MAX_TOKENS = {"llama": 24, "qwen2": 24, "qwen3": 24, "mistral": 24, "qwen2_5_vl": 16, "signpost": 16, "whisper": 20}
 MAX_TOKENS |= {"gemma3_text": 24, "gemma3": 16, "qwen2_vl": 16, "qwen3_vl": 16, "qwen2_audio": 16, "qwen3_asr": 16}
-MAX_TOKENS |= {"bart": 24, "mbart": 24, "t5": 24, "flan_t5": 24, "numerals": 48}
+MAX_TOKENS |= {"florence2": 24, "bart": 24, "mbart": 24, "t5": 24, "flan_t5": 24, "numerals": 48}
 MAX_TOKENS |= {"llava": 16, "llava_siglip": 16, "llava_next": 16, "idefics3": 16, "smolvlm": 16, "mllama": 16}
 _LLAVAS = ("llava", "llava_siglip", "llava_next", "idefics3", "smolvlm")
 PICTURE_FAMILIES = ("gemma3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", *_LLAVAS, "mllama")
 ENCODER_DECODER_FAMILIES = ("bart", "mbart", "t5", "flan_t5")
+TASK_TEXTS = (
+    "<CAPTION>",
+    "<OD>",
+    "<CAPTION_TO_PHRASE_GROUNDING> a red house <loc_3>",
+    "How many?",
+    "<REGION_TO_OCR><loc_1><loc_2><loc_3><loc_4>",
+    "<MORE_DETAILED_CAPTION>",
+    "<CAPTION>",
+    "",
+)
 LANGUAGES = ("en", "de", "fr", None)
 FolderOf: TypeAlias = Callable[[str], Path]
 ReferenceOf: TypeAlias = Callable[[str], Reference]
@@ -67,6 +77,8 @@ def make_cases(name: str, reference: Reference) -> list[Case]:
         return _media_cases(reference, picture, MAX_TOKENS[name])
     if name in ("qwen2_audio", "qwen3_asr"):
         return _media_cases(reference, sound, MAX_TOKENS[name])
+    if name == "florence2":
+        return _task_cases(reference, MAX_TOKENS[name])
     if name in ENCODER_DECODER_FAMILIES:
         return _encoder_decoder_cases(reference, MAX_TOKENS[name])
     limit = MAX_TOKENS[name]
@@ -82,6 +94,23 @@ def _encoder_decoder_cases(reference: Reference, max_tokens: int) -> list[Case]:
         expected = reference.translate(encoder_prompt, prompt, max_tokens)
         http = {"prompt": encoder_prompt, **({} if given is None else {"extra_body": {"decoder_prompt": given}})}
         cases.append(Case(prompt, expected, http=http, encoder_prompt=encoder_prompt, decoder_prompt=given))
+    return cases
+
+
+def _task_cases(reference: Reference, max_tokens: int) -> list[Case]:
+    """Eight tasks and questions about pictures; two have the same picture, and a third a decoder prompt."""
+    cases = []
+    for number, text in enumerate(TASK_TEXTS):
+        image, given = picture(number % 6), None if number % 3 else [0, *text_prompts(8)[number][:20]]
+        prompt = preprocess_decoder_prompt(reference.info, given)
+        # transformers counts a forced first token as generated.
+        start, more = (prompt, 0) if given else (prompt[:1], 1)
+        ids, expected = reference.describe(image, text, start, max_tokens + more)
+        parts = [_http_part(image), _http_part(text)]
+        http: dict[str, Any] = {"messages": [{"role": "user", "content": parts[:: 1 - number % 2 * 2]}]}
+        http |= {} if given is None else {"extra_body": {"decoder_prompt": given}}
+        media, expected = [encoded(image)], expected[more:]
+        cases.append(Case(prompt, expected, media, http=http, encoder_prompt=ids, decoder_prompt=given))
     return cases
 
 

@@ -14,7 +14,7 @@ from common.model_info import BUNDLED
 from tests import tiny_models
 from tests.equality.cases import CasesOf, FolderOf, ReferenceOf, make_cases
 from tests.equality.references import Reference
-from tests.tiny import encdec, gemma3, llava, mllama, qwen, text
+from tests.tiny import encdec, florence2, gemma3, llava, mllama, qwen, text
 from tests.weights.fixtures import smollm2, whisper_tiny_en
 
 __all__ = ["smollm2", "whisper_tiny_en"]
@@ -38,6 +38,7 @@ MAKERS = {
     "idefics3": llava.make_idefics3,
     "smolvlm": partial(llava.make_idefics3, smolvlm=True),
     "whisper": tiny_models.make_whisper,
+    "florence2": florence2.make_florence2,
     "bart": encdec.make_bart,
     "mbart": encdec.make_mbart,
     "t5": encdec.make_t5,

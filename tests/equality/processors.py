@@ -9,7 +9,13 @@ from typing import Any, Final
 
 import torch
 from PIL import Image
-from transformers import Idefics3Processor, LlavaNextProcessor, LlavaProcessor, PreTrainedTokenizerFast
+from transformers import (
+    Florence2Processor,
+    Idefics3Processor,
+    LlavaNextProcessor,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -22,7 +28,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 from common.model_info import ModelInfo
 from common.text.processor import TextProcessor
 
-FAMILIES = ("llava", "llava_next", "idefics3", "mllama")
+FAMILIES = ("llava", "llava_next", "idefics3", "smolvlm", "mllama")
 # From their modules, as AutoImageProcessor is: transformers 5.17 offers none of the three by name where torchvision,
 # which they do not use, is missing.
 _BY_TYPE: Final[dict[str, type[Any]]] = {
@@ -41,12 +47,15 @@ def image_processor(folder: Path) -> Any:
 
 
 def make_processor(info: ModelInfo) -> Any:
-    """LLaVA's or Idefics3's, which is SmolVLM's for pictures too; of Mllama's the part for pictures."""
+    """Florence-2's, LLaVA's or Idefics3's, which is SmolVLM's for pictures too; of Mllama's the part for pictures."""
     images = image_processor(info.folder)
     if info.family.name == "mllama":
         return images
     tokenizer = PreTrainedTokenizerFast.from_pretrained(info.folder)
-    if info.family.name == "idefics3":
+    if info.family.name == "florence2":
+        images.image_seq_length = json.loads((info.folder / "preprocessor_config.json").read_text())["image_seq_length"]
+        return Florence2Processor(images, tokenizer)
+    if info.family.name in ("idefics3", "smolvlm"):
         settings = json.loads((info.folder / "processor_config.json").read_text())
         return Idefics3Processor(images, tokenizer, settings["image_seq_len"])
     vision, strategy = info.config["vision_config"], info.config["vision_feature_select_strategy"]

@@ -42,6 +42,8 @@ _LOADERS = {
     "llava_next": AutoModelForImageTextToText,
     "mllama": AutoModelForImageTextToText,
     "idefics3": AutoModelForImageTextToText,
+    "smolvlm": AutoModelForImageTextToText,
+    "florence2": AutoModelForImageTextToText,
     "whisper": AutoModelForSpeechSeq2Seq,
     "bart": AutoModelForSeq2SeqLM,
     "mbart": AutoModelForSeq2SeqLM,
@@ -76,6 +78,21 @@ class Reference:
         options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_tokens, "do_sample": False}
         out = self.model.generate(ids, decoder_input_ids=start, **options)
         return self.strip(out[0, len(prompt) :].tolist())
+
+    @torch.inference_mode()
+    def describe(
+        self, picture: Image.Image, text: str, prompt: Sequence[int], max_tokens: int
+    ) -> tuple[list[int], list[int]]:
+        """The tokens that follow a decoder prompt over a picture and a text (Florence-2).
+
+        The encoder's prompt comes first, with one placeholder; the checkpoint's rules of generation hold.
+        """
+        self._processor = self._processor or processors.make_processor(self.info)
+        inputs = self._processor(images=picture, text=text, return_tensors="pt")
+        start = torch.tensor([list(prompt)])
+        out = self.model.generate(**inputs, decoder_input_ids=start, max_new_tokens=max_tokens, do_sample=False)
+        ids = inputs["input_ids"][0].tolist()
+        return ids[ids.count(self.info.placeholder_token_id) - 1 :], self.strip(out[0, len(prompt) :].tolist())
 
     @torch.inference_mode()
     def transcribe(self, samples: npt.NDArray[np.float32], max_tokens: int, **options: Any) -> list[int]:

@@ -71,7 +71,9 @@ def llm_of_blocks(folder: Path, num_blocks: int, block_size: int, **options: Any
 
 def prompt_of(info: ModelInfo, case: Case) -> Prompt:
     if case.encoder_prompt is not None:
-        return {"encoder_prompt": case.encoder_prompt, "decoder_prompt": case.decoder_prompt}
+        images: dict[str, Any] = {"multi_modal_data": {"image": case.media}} if case.media else {}
+        encoder: Any = {"prompt_token_ids": case.encoder_prompt, **images}
+        return {"encoder_prompt": encoder, "decoder_prompt": case.decoder_prompt}
     media: dict[str, Any] = {info.media_kind: case.media} if info.media_kind and case.media else {}
     return {"prompt_token_ids": case.prompt, "multi_modal_data": media}
 

@@ -67,13 +67,13 @@ def _case(reference: Reference, parts: list[Any], max_tokens: int) -> Case:
     prompt = text.render_chat([{"role": "user", "content": shown}])
     media = [part for part in parts if not isinstance(part, str)]
     files = [part.media if isinstance(part, Clip) else encoded(part) for part in media]
-    content = [_part(part) for part in parts]
+    content = [part_of(part) for part in parts]
     expected = generate(reference, text, prompt, media, max_tokens)
     http = {"messages": [{"role": "user", "content": content}]}
     return Case(prompt, expected, files, http=http)
 
 
-def _part(part: Any) -> dict[str, Any]:
+def part_of(part: Any) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = "video" if isinstance(part, Clip) else "image"

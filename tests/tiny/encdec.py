@@ -33,7 +33,7 @@ FIRST_LANGUAGE = FIRST_BYTE + 256
 LANGUAGES = ("en_XX", "de_DE", "fr_XX")
 VOCAB_SIZE = FIRST_LANGUAGE + 5  # a little more than the tokenizer has, as in published checkpoints
 
-_BART_GAINS = {
+BART_GAINS = {
     r"encoder_attn\.q_proj": 0.125,
     r"encoder_attn\.out_proj": 0.1,
     r"decoder.*fc2\.weight": 2.0,
@@ -50,19 +50,19 @@ _T5_GAINS = {r"Attention\.q": 0.2, r"EncDecAttention\.o": 0.3, r"decoder.*DenseR
 
 def make_bart(folder: Path, *, seed: int = 0, generation: dict[str, Any] | None = None, **overrides: Any) -> Path:
     """BART: norms after the residuals, a tied head with a bias. `generation` goes to generation_config.json."""
-    model = BartForConditionalGeneration(BartConfig(**{**_bart_config(), **overrides}))
+    model = BartForConditionalGeneration(BartConfig(**{**bart_config(), **overrides}))
     model.final_logits_bias.copy_(0.1 * torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed + 1)))
     model.final_logits_bias[0, EOS] += 1.0  # some answers end before they must
-    _save(model, folder, seed, _BART_GAINS)
+    save_scaled(model, folder, seed, BART_GAINS)
     ids = {"bos_token_id": BOS, "pad_token_id": PAD, "eos_token_id": EOS, "decoder_start_token_id": EOS}
     save_generation(folder, **{**ids, **(generation or {})})
-    return _save_tokenizer(folder, ("<s>", "<pad>", "</s>"), "<s> $A </s>")
+    return save_tokenizer(folder, ("<s>", "<pad>", "</s>"), "<s> $A </s>")
 
 
 def make_mbart(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
     """mBART-50: norms before the blocks and a last one, scaled embeddings; answers are in German."""
-    settings = {**_bart_config(), "scale_embedding": True, "activation_function": "relu", **overrides}
-    _save(MBartForConditionalGeneration(MBartConfig(**settings)), folder, seed, _MBART_GAINS)
+    settings = {**bart_config(), "scale_embedding": True, "activation_function": "relu", **overrides}
+    save_scaled(MBartForConditionalGeneration(MBartConfig(**settings)), folder, seed, _MBART_GAINS)
     save_generation(
         folder,
         bos_token_id=BOS,
@@ -71,14 +71,14 @@ def make_mbart(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
         decoder_start_token_id=EOS,
         forced_bos_token_id=FIRST_LANGUAGE + 1,
     )
-    return _save_tokenizer(folder, ("<s>", "<pad>", "</s>"), "en_XX $A </s>", LANGUAGES)
+    return save_tokenizer(folder, ("<s>", "<pad>", "</s>"), "en_XX $A </s>", LANGUAGES)
 
 
 def make_t5(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
     """T5: relu, a tied head behind a scale, heads that do not add up to the hidden size."""
-    _save(T5ForConditionalGeneration(T5Config(**{**_t5_config(), **overrides})), folder, seed, _T5_GAINS)
+    save_scaled(T5ForConditionalGeneration(T5Config(**{**_t5_config(), **overrides})), folder, seed, _T5_GAINS)
     save_generation(folder, pad_token_id=T5_PAD, eos_token_id=T5_EOS, decoder_start_token_id=T5_PAD)
-    return _save_tokenizer(folder, ("<pad>", "</s>", "<unk>"), "$A </s>")
+    return save_tokenizer(folder, ("<pad>", "</s>", "<unk>"), "$A </s>")
 
 
 def make_flan_t5(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
@@ -96,7 +96,7 @@ def make_flan_t5(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
     return folder
 
 
-def _save(model: PreTrainedModel, folder: Path, seed: int, gains: dict[str, float]) -> None:
+def save_scaled(model: PreTrainedModel, folder: Path, seed: int, gains: dict[str, float]) -> None:
     """Random weights, scaled by `gains` (patterns of names) so that decoders listen to their own tokens more than to
     the encoder, and attention looks at several tokens: sums in another order must not change what comes out."""
     save_random(model, folder, seed)
@@ -108,7 +108,7 @@ def _save(model: PreTrainedModel, folder: Path, seed: int, gains: dict[str, floa
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _bart_config() -> dict[str, Any]:
+def bart_config() -> dict[str, Any]:
     return {
         "vocab_size": VOCAB_SIZE,
         "d_model": 64,
@@ -140,7 +140,7 @@ def _t5_config() -> dict[str, Any]:
     }
 
 
-def _save_tokenizer(folder: Path, specials: tuple[str, ...], template: str, more: tuple[str, ...] = ()) -> Path:
+def save_tokenizer(folder: Path, specials: tuple[str, ...], template: str, more: tuple[str, ...] = ()) -> Path:
     """A byte tokenizer: `specials`, one token per byte, `more` specials; `template` is what encoding a text adds."""
     symbols = [*specials, *sorted(pre_tokenizers.ByteLevel.alphabet()), *more]
     tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))

@@ -49,6 +49,9 @@ LLAVA_SIDE, LLAVA_PATCH = 42, 7
 PIECE_SIDE, PIECE_PATCH, LONGEST_EDGE = 28, 7, 84
 """Pixels: a picture has up to nine pieces and the whole, four tokens each after the pixel shuffle."""
 
+VIDEO_SAMPLING = {"fps": 2, "max_frames": 6, "video_size": {"longest_edge": 56}}
+"""As published folders have it; transformers takes the size of images instead."""
+
 # Parts only, as the published templates of these models: a message that is one string would come out empty.
 _LLAVA_TEMPLATE = (
     "{% for message in messages %}{{ message.role | upper }}: "
@@ -133,6 +136,8 @@ def make_idefics3(folder: Path, *, seed: int = 0, smolvlm: bool = False, **overr
         eos_token_id=PIECE_FIRST_SPECIAL + 2,
         pad_token_id=PIECE_FIRST_SPECIAL,
     )
+    if smolvlm:  # room for videos, whose texts have a token for each byte
+        text["max_position_embeddings"] = 2048
     settings: dict[str, Any] = {
         "vision_config": vision,
         "text_config": LlamaConfig(**text),
@@ -152,6 +157,7 @@ def make_idefics3(folder: Path, *, seed: int = 0, smolvlm: bool = False, **overr
             "size": {"longest_edge": LONGEST_EDGE},
             "max_image_size": {"longest_edge": PIECE_SIDE},
             "do_image_splitting": True,
+            **({"video_sampling": VIDEO_SAMPLING} if smolvlm else {}),
         },
     )
     write_json(folder / "processor_config.json", {"image_seq_len": 4})

@@ -33,6 +33,7 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import (
 )
 
 from common.errors import TriptychError
+from common.media.video_rules import scaled_size
 from common.model_info import ModelInfo, load_model_info
 from common.text.processor import TextProcessor
 from engine import processors
@@ -44,7 +45,7 @@ from engine.models.checkpoint_index import CheckpointError
 from engine.models.llama import MULTIMODAL_LAYOUT, build
 from engine.models.registry import load_decoder, load_encoder
 from engine.processors import ProcessedInput
-from engine.processors.idefics3 import Idefics3Processor, PieceSettings, image_to_pieces, scaled_size, whole_pieces
+from engine.processors.idefics3 import Idefics3Processor, PieceSettings, image_to_pieces, whole_pieces
 from engine.processors.llava import CropSettings, LlavaProcessor, image_to_square
 from tests.engine.models.dense import decoder_of, logits_of
 from tests.engine.models.encoders import assert_bfloat16_close, assert_outputs_equal, encoder_of, pictures

@@ -16,7 +16,7 @@ from tests.equality.served import Served, serve
 pytestmark = pytest.mark.cluster
 TEXT = ("qwen2", "qwen3", "mistral", "gemma3_text")
 QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_audio", "qwen3_asr")
-WITH_ENCODER = ("gemma3", "llava", "llava_next", "idefics3", "mllama", *QWENS, "mbart", "t5")
+WITH_ENCODER = ("gemma3", "llava", "llava_next", "idefics3", "mllama", *QWENS, "florence2", "mbart", "t5")
 NUM_CASES = 4
 SEARCHES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"temperature": 1.0, "seed": 5}, {"temperature": 1.0, "seed": 5}),

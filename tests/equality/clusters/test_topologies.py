@@ -46,6 +46,8 @@ SETUPS = (
     Setup("whisper", "1epd"),
     Setup("whisper", "2e2p2d", {"prefill": 8}),
     Setup("numerals", "1e1p1d"),
+    Setup("florence2", "1epd"),
+    Setup("florence2", "1e1pd"),
     Setup("llama", "1pd"),
     Setup("llama", "1p1d", {"prefill": 4, "decode": 32}),
 )
