@@ -110,22 +110,20 @@ class Placer:
             return None
         placement = options[0] if len(options) == 1 else _better(*options)
         self._metrics.affinity.labels(placement.affinity).inc()
+        own, decoder = pool.own.instance_id, placement.decoder.instance_id
         if placement.prefiller is None:
-            self._remember(pool, keys, placement.decoder)
+            self.learn(Placed(own, keys, decoder), pool)
         else:
             self._metrics.decode_affinity.labels(placement.decode_affinity).inc()
-            self._remember(pool, keys, placement.prefiller, placement.decoder.instance_id)
+            self.learn(Placed(own, keys, placement.prefiller.instance_id, decoder), pool)
         return placement
 
-    def learn(self, placed: Placed) -> None:
-        """Remember where a prompt was placed, here or by another proxy."""
+    def learn(self, placed: Placed, pool: WorkerPool | None = None) -> None:
+        """Remember where a prompt was placed: by another proxy or, with a `pool`, here, and tell the others."""
         self._computed.remember(placed.keys, placed.computed)
         if placed.decoded:
             self._decoded.remember(placed.keys, placed.decoded)
-
-    def _remember(self, pool: WorkerPool, keys: list[bytes], computes: Worker, decoded: str = "") -> None:
-        if keys:
-            self.learn(placed := Placed(pool.own.instance_id, keys, computes.instance_id, decoded))
+        if pool is not None and pool.num_proxies > 1 and placed.keys:
             pool.tell(placed)
 
     def choose_prefiller(
@@ -143,7 +141,7 @@ class Placer:
             return None
         worker, affinity = pick_decoder(fresh, self._computed.find(keys, fresh))
         self._metrics.affinity.labels(affinity).inc()
-        self._remember(pool, keys, worker)
+        self.learn(Placed(pool.own.instance_id, keys, worker.instance_id), pool)
         return worker
 
     def _options(self, pool: WorkerPool, keys: list[bytes], *, media: bool) -> list[Placement]:

@@ -84,6 +84,8 @@ class WorkerPool:
         self._tasks: set[asyncio.Task[None]] = set()
         self.seen: dict[str, InstanceRecord] = {}
         """All instances of the registry by id, proxies included, as of the last look."""
+        self.num_proxies = 1
+        """Proxies of the cluster as of the last look, this one included."""
         self.refused: dict[str, str] = {}
         """Workers that are not used, and why."""
         self._newest: dict[str, int] = {}  # the last epoch of each instance in the registry
@@ -140,14 +142,9 @@ class WorkerPool:
         ]
         return [worker for worker in found if worker.missing_since_s is None] or found
 
-    @property
-    def num_proxies(self) -> int:
-        """Return how many proxies the cluster has, this one included."""
-        return 1 + sum(one.role == "proxy" and one.instance_id != self.own.instance_id for one in self.seen.values())
-
     def tell(self, placed: Placed) -> None:
-        """Tell the other proxies, if any, where a prompt was placed."""
-        if self.num_proxies > 1 and self.broker_reachable:
+        """Tell the other proxies where a prompt was placed, unless the broker is away."""
+        if self.broker_reachable:
             self._background(self._registry.tell(placed))
 
     def find(self, instance_id: str) -> Worker | None:
@@ -183,10 +180,14 @@ class WorkerPool:
                 worker.record, worker.missing_since_s = record, None
         now_s = time.monotonic()
         self._lost = {life: until_s for life, until_s in self._lost.items() if until_s > now_s}
+        num_proxies = 1
         for record in found.values():
             known = record.instance_id in self._workers or (record.instance_id, record.epoch) in self._lost
-            if record.role != "proxy" and not known:
+            if record.role == "proxy":
+                num_proxies += record.instance_id != self.own.instance_id
+            elif not known:
                 self._consider(record)
+        self.num_proxies = num_proxies
         self._unknown_since_s = -math.inf
         self.refused = {name: why for name, why in self.refused.items() if name in found}
         self._newest = {name: epoch for name, epoch in self._newest.items() if name in found}

@@ -28,7 +28,6 @@ from common.messages import (
     InputSlot,
     Inquiry,
     InstanceRecord,
-    Placed,
     Prefilled,
     Role,
     TokenLogprob,
@@ -177,8 +176,7 @@ class World:
 
     own = InstanceRecord("proxy", "proxy", 1, "m", "f", "", "", "")
 
-    def tell(self, placed: Placed) -> None:
-        """There is no other proxy."""
+    num_proxies = 1
 
     away_s = 1.0
     """For how long those have been away who are not here."""
