@@ -25,7 +25,7 @@ from common.media.containers import opened
 from common.media.video_rules import VideoRules
 
 PIECE_TOKENS: Final = 4096
-"""Most tokens of a piece, unless a single pair has more: some 80 MB of input values."""
+"""Most tokens of a piece, unless a single pair has more: some 20 MB of bytes of patches."""
 MAX_PIECES_BYTES: Final = 256 * 2**20
 """Of all pieces of a video: with few key frames, every piece repeats many packets."""
 

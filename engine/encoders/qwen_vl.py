@@ -41,7 +41,15 @@ class QwenVisionEncoder(EncoderModel):
     @torch.inference_mode()
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
         weight = next(self.module.parameters())
-        pixels = np.concatenate([item.arrays["pixel_values"] for item in items])
+        parts = []
+        for item in items:
+            part = item.arrays["pixel_values"]
+            if (tables := item.arrays.get("values")) is not None:  # of the bytes of a video
+                patches, part = part, np.empty(part.shape, np.float32)
+                for channel, table in enumerate(tables):
+                    part[:, channel] = table[patches[:, channel]]
+            parts.append(part.reshape(len(part), -1))
+        pixels = np.concatenate(parts) if len(parts) > 1 else parts[0]
         grids = np.stack([item.arrays["image_grid_thw"] for item in items])
         sizes = torch.from_numpy(grids)
         output = self.module(

@@ -17,13 +17,9 @@ from common.text import whisper_prompt
 from common.text.processor import TextProcessor
 from proxy.api.logprobs import LogprobShapes
 from proxy.api.openai_types import (
-    AudioPart,
-    AudioUrlPart,
     ChatRequest,
-    ImagePart,
     Message,
     TextPart,
-    VideoUrlPart,
     parse,
 )
 from proxy.api.prompts import job_of_pair, processed_prompts, sampling_within
@@ -47,6 +43,14 @@ _PLACEHOLDERS: Final[dict[str, dict[str, str]]] = {
     "video_url": {"type": "video"},
 }
 """Media in chat templates, which look for the type or for a key named like the media."""
+
+
+_KINDS: Final[dict[str, MediaKind]] = {
+    "image_url": "image",
+    "input_audio": "audio",
+    "audio_url": "audio",
+    "video_url": "video",
+}
 
 
 async def chat_completions(service: Service, context: RequestContext) -> AsyncGenerator[Payload]:
@@ -201,7 +205,7 @@ def _reasoning(text: str) -> dict[str, Any]:
 
 
 def collect_media(messages: list[Message], kinds: Sequence[MediaKind], model: str) -> list[MediaSource]:
-    """Return the media of a conversation in order of appearance.
+    """Return the media of a conversation in order of appearance, and take their data out of it.
 
     Raises TriptychError("invalid_request") for media that the model does not take.
     """
@@ -209,14 +213,11 @@ def collect_media(messages: list[Message], kinds: Sequence[MediaKind], model: st
     for i, message in enumerate(messages):
         for j, part in enumerate(message.content if isinstance(message.content, list) else []):
             where = f"messages[{i}].content[{j}]"
-            if isinstance(part, ImagePart):
-                sources.append(MediaSource("image", f"{where}.image_url.url", url=part.image_url.url))
-            elif isinstance(part, AudioPart):
-                sources.append(MediaSource("audio", f"{where}.input_audio.data", data=part.input_audio.data))
-            elif isinstance(part, AudioUrlPart):
-                sources.append(MediaSource("audio", f"{where}.audio_url.url", url=part.audio_url.url))
-            elif isinstance(part, VideoUrlPart):
-                sources.append(MediaSource("video", f"{where}.video_url.url", url=part.video_url.url))
+            if not isinstance(part, TextPart):
+                given, name = getattr(part, part.type), "data" if part.type == "input_audio" else "url"
+                source = MediaSource(_KINDS[part.type], f"{where}.{part.type}.{name}", **{name: getattr(given, name)})
+                setattr(given, name, "")  # the base64 of a video would last as long as the answer
+                sources.append(source)
     for source in sources:
         if source.kind not in kinds:
             takes = f"{' and '.join(kinds)} input only" if kinds else "text only"

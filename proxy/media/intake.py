@@ -64,9 +64,12 @@ _OFF_LOOP_BYTES: Final = 256 * 2**10
 """Size above which base64 and hashes are computed in a thread: 32 MiB take some 60 ms."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class MediaSource:
-    """Item as named by the request: either `url` (data:, http:, https: or file:) or `data` (base64) is given."""
+    """Item as named by the request: either `url` (data:, http:, https: or file:) or `data` (base64) is given.
+
+    Loading takes both away: base64 of a video is larger than all that is made of it.
+    """
 
     kind: MediaKind
     param: str
@@ -163,6 +166,8 @@ class MediaIntake:
                 self._decode_base64 if source.data else self._decode_data_url, text, source.param, limit
             )
             data = await asyncio.to_thread(decode) if len(text) > _OFF_LOOP_BYTES else decode()
+            source.url = source.data = text = ""
+            del decode
         elif scheme == "file":
             folder = self._settings.allowed_media_folder
             held.reserve(limit)
@@ -189,7 +194,10 @@ class MediaIntake:
         if len(text) * 3 // 4 > limit + 3:
             raise too_large(len(text) * 3 // 4, limit, param)
         try:
-            return base64.b64decode(text.encode("ascii").translate(None, _WHITESPACE), validate=True)
+            data = text.encode("ascii")
+            if any(blank in data for blank in _WHITESPACE):
+                data = data.translate(None, _WHITESPACE)
+            return base64.b64decode(data, validate=True)
         except (binascii.Error, ValueError) as error:
             raise TriptychError("bad_media", f"{param} is not valid base64: {error}", param) from error
 
