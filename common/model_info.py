@@ -148,12 +148,16 @@ def resolve_model(model: str) -> Path:
         found += f"; did you mean {close[0]!r}?" if close else ""
         raise TriptychError("model_not_found", f"cannot find the model {model!r}: {found}", "model")
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
         return Path(snapshot_download(model, allow_patterns=patterns))
-    except Exception as error:  # the hub client raises many kinds; all mean the same to the user
+    except Exception as error:  # the hub client raises many kinds
         message = f"{model!r} is no folder here, and cannot be got from the hub: {error}"
+        if isinstance(error, LocalEntryNotFoundError):
+            message = f"{model!r} is no folder here, not in the hub's cache either, and the hub cannot be reached: "
+            message += f"check the network and HF_HUB_OFFLINE, or `hf download {model} --local-dir FOLDER` elsewhere"
         raise TriptychError("model_not_found", message, "model") from error
 
 

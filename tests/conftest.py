@@ -34,6 +34,20 @@ def pytest_configure() -> None:
 
     ssl.create_default_context = create
 
+    configure = structlog.configure
+
+    def configure_for_now(**settings: Any) -> None:
+        """A command called in this process must not decide what the loggers of later tests say."""
+        configure(**{**settings, "cache_logger_on_first_use": False})
+
+    structlog.configure = configure_for_now
+
+
+@pytest.fixture(autouse=True)
+def default_logs() -> Iterator[None]:
+    yield
+    structlog.reset_defaults()
+
 
 @pytest.fixture
 def quiet_logs() -> Iterator[None]:

@@ -188,7 +188,8 @@ def _language_and_task(info: ModelInfo, language: str | None, task: Task) -> lis
     """Return allowed ids of the language and the task token; none for an English-only checkpoint."""
     if not is_multilingual(info):
         if task != "transcribe":
-            raise invalid(f"{info.name} is English-only and cannot {task}", "task")
+            message = f"{info.name} is English-only and cannot {task}: transcribe, or serve a multilingual Whisper"
+            raise invalid(message, "model")
         if language is not None and language_code(language) != "en":
             raise invalid(f"{info.name} is English-only, language {language!r} is not available", "language")
         return []

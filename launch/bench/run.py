@@ -23,6 +23,7 @@ from launch.cli.console import make_console, make_table
 
 EXIT_INTERRUPTED: Final = 130
 _LATE_S: Final = 0.1
+_SHORT_TOKENS: Final = 16
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,9 @@ def _report(console: Console, run: Run) -> None:
     ]
     if figures["output_token_throughput"]:  # transcriptions count seconds
         parts.append(f"{figures['output_token_throughput']:.1f} output tokens/s")
+    if (tokens := figures["metrics"]["output_tokens"]["avg"]) is not None and tokens < _SHORT_TOKENS:
+        text = f"answers of {tokens:.0f} tokens are too short for figures between tokens: set ignore_eos by --extra"
+        console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
     if figures["goodput"] is not None:
         parts.append(f"goodput {figures['goodput']:.2f} requests/s")
     console.print(" · ".join(parts), highlight=False)

@@ -108,7 +108,9 @@ async def _start_and_watch(supervisor: Supervisor, console: Console) -> None:
     memory_upkeep.begin()
     try:
         plan, base_url = supervisor.plan, supervisor.plan.base_url
-        console.print(f"\nOpenAI API at [bold]{base_url}/v1[/] · page at [bold]{base_url}[/]", highlight=False)
+        names = escape(", ".join(plan.settings.served_model_name or ()))
+        console.print(f"\n[bold]{names}[/] is served", highlight=False)
+        console.print(f"OpenAI API at [bold]{base_url}/v1[/] · page at [bold]{base_url}[/]", highlight=False)
         console.print("Ctrl-C stops it · try:", highlight=False)
         console.print(f"  {_example(plan)}", highlight=False, markup=False, soft_wrap=True)
         with _announced(supervisor, console):

@@ -69,6 +69,9 @@ def child_environment(settings: Settings, threads: int) -> dict[str, str]:
     environment["OMP_NUM_THREADS"] = str(threads)
     openmp.set_defaults(environment)
     environment["TOKENIZERS_PARALLELISM"] = "false"
+    # Of a killed worker, Python's helper would say what it tidies up, as the worker's last words.
+    given = environment.get("PYTHONWARNINGS")
+    environment["PYTHONWARNINGS"] = ",".join(filter(None, (given, "ignore:resource_tracker")))
     return environment
 
 

@@ -10,7 +10,7 @@ import typer
 from launch.cli.options import Url, takes_settings
 from launch.cluster.configure import Flags, load_settings
 
-Level = Annotated[str, typer.Option(metavar="debug|info|warning|error", help="Least level of the lines.")]
+Level = Annotated[str, typer.Option(metavar="debug|info|warning|error|critical", help="Least level of the lines.")]
 
 
 @takes_settings("topology", "host", "port", "broker", "engine.device", "engine.dtype")

@@ -102,6 +102,13 @@ class TranscriptionForm(BaseModel):
     return_token_ids: bool = False
     priority: Int32 = 0
 
+    @field_validator("response_format", mode="before")
+    @classmethod
+    def _without_speakers(cls, value: Any) -> Any:
+        if value == "diarized_json":
+            raise ValueError("no model here tells speakers apart: use verbose_json, whose segments have times")
+        return value
+
     @field_validator("temperature", mode="before")
     @classmethod
     def _one_or_several(cls, value: Any) -> Any:
@@ -256,7 +263,7 @@ def _validate(raw: FormData) -> TranscriptionForm:
     try:
         return TranscriptionForm.model_validate(values | lists | objects)
     except ValidationError as error:
-        raise from_validation(error) from error
+        raise from_validation(error, TranscriptionForm.model_fields) from error
 
 
 def _answer(service: Service, form: TranscriptionForm, speech: Speech, task: Task) -> Json | Plain:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
@@ -91,8 +91,8 @@ async def refusal(scope: Scope, receive: Receive, send: Send) -> None:
     await error_response(info)(scope, receive, send)
 
 
-def from_validation(error: ValidationError) -> TriptychError:
-    """Return the first error of pydantic, with path and value of the field."""
+def from_validation(error: ValidationError, known: Iterable[str] = ()) -> TriptychError:
+    """Return the first error of pydantic, with path and value of the field; of an unknown one, which was meant."""
     first = error.errors(include_url=False)[0]
     param = field_path(first["loc"]) or None
     if first["type"] == "json_invalid":
@@ -100,7 +100,8 @@ def from_validation(error: ValidationError) -> TriptychError:
     about = first.get("ctx", {})
     match first["type"]:
         case "extra_forbidden":
-            return invalid(f"{param or first['loc'][-1]!s:.80} is not a known field: leave it out", param)
+            name = f"{param or first['loc'][-1]!s:.80}"
+            return invalid(f"{name} is not a known field: leave it out{closest(name, known)}", param)
         case "too_short":
             least, found = about["min_length"], about["actual_length"]
             return invalid(f"{param} needs at least {least} item{'s' * (least > 1)}, it has {found}", param)

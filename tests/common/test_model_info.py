@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from common.errors import TriptychError
 from common.model_info import BUNDLED, load_model_info
@@ -75,3 +76,13 @@ def test_an_impossible_recommendation_is_a_sentence(folder: Path, name: str, val
     (folder / "generation_config.json").write_text(json.dumps({name: value}))
     with pytest.raises(TriptychError, match=f"^cannot use {folder}/generation_config.json: .*{name}.*config none$"):
         load_model_info(str(folder)).sampling_defaults("auto")
+
+
+def test_a_hub_that_cannot_be_reached_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise LocalEntryNotFoundError("Got: ConnectError: no such host")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    with pytest.raises(TriptychError, match=r"cannot be reached: check .*hf download o/m --local") as caught:
+        load_model_info("o/m")
+    assert "ConnectError" not in caught.value.info.message

@@ -116,6 +116,8 @@ def test_a_child_gets_exactly_the_parents_settings(monkeypatch: pytest.MonkeyPat
     assert Settings() == settings
     assert environment["OMP_NUM_THREADS"] == "3"
     assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
+    assert child_environment(settings, threads=3)["PYTHONWARNINGS"] == "error,ignore:resource_tracker"
 
 
 def test_sizes_are_plain_integers_whatever_they_were_written_as(monkeypatch: pytest.MonkeyPatch) -> None:

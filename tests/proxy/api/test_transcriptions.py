@@ -252,6 +252,16 @@ async def test_bad_fields_are_named(speech_rig):
         assert (form, response.status_code, response.json()["error"]["param"]) == (form, status, param)
 
 
+async def test_what_was_meant_or_is_to_be_done_is_told(speech_rig):
+    for form, says in (
+        ({"languge": "en"}, "languge is not a known field: leave it out; did you mean 'language'?"),
+        ({"response_format": "diarized_json"}, "no model here tells speakers apart: use verbose_json"),
+    ):
+        response = await speech_rig.http.post("/v1/audio/transcriptions", data=form, files={"file": _upload(speech(1))})
+        assert response.status_code == 400
+        assert says in response.json()["error"]["message"]
+
+
 async def test_what_is_no_recording_is_400(serve, whisper_model):
     bad = ((b"", "empty"), (b"hello there", "no known format"), (b"RIFF\0\0\0\0WAVEfmt ", "cannot be decoded"))
     async with serve(whisper_model.folder) as rig:
@@ -308,5 +318,8 @@ def test_english_only_checkpoints_have_no_language(whisper_model):
     assert fields["prefix_allowed"] == ()
     assert whisper_prompt.build(english, text, language="en")[0] == ids
     assert whisper_prompt.options(english, text, decoder_prompt=ids)["token_ids"] == ids
+    with pytest.raises(TriptychError, match="English-only and cannot translate: transcribe, or serve") as caught:
+        whisper_prompt.build(english, text, language=None, task="translate")
+    assert caught.value.info.param == "model"
     with pytest.raises(TriptychError, match="is out of place"):
         whisper_prompt.options(english, text, decoder_prompt="<|startoftranscript|><|en|><|transcribe|>")
