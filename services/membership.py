@@ -52,11 +52,10 @@ class Membership:
         first_s = self._proxies.first_request_s
         return 0.0 if first_s is None else max(0.0, first_s - self._joined_s)
 
-    async def beat(self) -> dict[str, InstanceRecord]:
-        """Renew the entry; return all instances. Raises like Registry.heartbeat."""
+    async def beat(self) -> None:
+        """Renew the entry. Raises like Registry.heartbeat."""
         await self._report()
         self._last_contact_s = time.monotonic()
-        return await self._registry.instances()
 
     async def announce(self) -> None:
         """Announce at once that this worker is draining, or at a later beat after ANNOUNCE_WAIT_S in vain."""

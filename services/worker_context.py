@@ -149,7 +149,8 @@ class RoleService(Protocol):
     def abort(self, request_id: str) -> None:
         """Forget a request and free all its memory, known or not."""
 
-    def review(self, instances: dict[str, InstanceRecord]) -> None:
-        """Look at the present registry; called about once a second."""
+    async def review(self) -> None:
+        """Look up the instances that the role sends to, and no others: in a cell of thousands, each would read all.
+        Called about once a second."""
 
     def close(self) -> None: ...

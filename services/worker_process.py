@@ -266,13 +266,13 @@ class WorkerProcess:
                 self._role.abort(request_id)
 
     async def _beat(self) -> None:
-        """Once a second, renew the registry entry and let the role review all instances."""
+        """Once a second, renew the registry entry and let the role review the instances that it sends to."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             try:
                 async with asyncio.timeout(BEAT_S):
-                    instances = await self._membership.beat()
-                    self._role.review(instances)
+                    await self._membership.beat()
+                    await self._role.review()
                     await self._reader.keep_alive()
             except (RedisError, TimeoutError) as error:
                 log.warning("no heartbeat", error=str(error) or f"the broker has not answered within {BEAT_S:g} s")

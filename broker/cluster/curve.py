@@ -57,6 +57,7 @@ class ClusterContext(zmq.asyncio.Context):
     def __init__(self, key: ClusterKey | None = None) -> None:
         """Derive both key pairs. Without a key, sockets are plain."""
         super().__init__()
+        self.max_sockets = 16_384  # libzmq's 1023 are too few: a proxy has three for each worker
         if key is not None:
             self.server, self.client = KeyPair.of(key, "curve server"), KeyPair.of(key, "curve client")
 

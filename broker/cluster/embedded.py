@@ -32,7 +32,7 @@ logfile ""
 timeout 0
 tcp-keepalive 60
 proto-max-bulk-len 64mb
-maxclients 4096
+maxclients 16384
 rename-command SAVE ""
 rename-command BGSAVE ""
 rename-command BGREWRITEAOF ""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection, Iterable
 from typing import Final
 
 import msgspec
@@ -129,13 +129,15 @@ class Registry:
         """Return all live instances by id, and remove expired ids from the index."""
         members = await self._redis.smembers(self._index)
         ids = sorted(m.decode(errors="replace") if isinstance(m, bytes) else m for m in members)
-        if not ids:
-            return {}
-        values = await self._redis.mget([self._key(instance_id) for instance_id in ids])
-        expired = [instance_id for instance_id, value in zip(ids, values, strict=True) if value is None]
-        if expired:  # one that is alive after all enters itself again with its next heartbeat
-            await self._redis.srem(self._index, *expired)
-        records = (self._parse(value) for value in values)
+        found = await self.find(ids)
+        if expired := [instance_id for instance_id in ids if instance_id not in found]:
+            await self._redis.srem(self._index, *expired)  # one that is alive enters itself again by its next heartbeat
+        return found
+
+    async def find(self, ids: Iterable[str]) -> dict[str, InstanceRecord]:
+        """Return those of some instances that are alive, by id."""
+        keys = [self._key(instance_id) for instance_id in ids]
+        records = map(self._parse, await self._redis.mget(keys) if keys else [])
         return {record.instance_id: record for record in records if record is not None}
 
     def _key(self, instance_id: str) -> str:
@@ -159,6 +161,10 @@ class Presence:
         self._seen: dict[str, tuple[InstanceRecord, float]] = {}
         self._looked_s = time.monotonic()
 
+    @property
+    def ids(self) -> Collection[str]:
+        return self._seen.keys()
+
     def note(self, record: InstanceRecord) -> None:
         """Note that this instance has just been seen."""
         self._seen[record.instance_id] = record, time.monotonic()
@@ -169,7 +175,7 @@ class Presence:
         return record if time.monotonic() - seen_s < ABSENCE_S else None
 
     def look(self, instances: dict[str, InstanceRecord]) -> dict[str, InstanceRecord]:
-        """Record the registry's present content; return all present instances. Called with the heartbeat."""
+        """Record which of the seen instances are alive; return those present. Called with the heartbeat."""
         now_s = time.monotonic()
         if (between_s := now_s - self._looked_s) > BLIND_S:
             blind_s = between_s - HEARTBEAT_S

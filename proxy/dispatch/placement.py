@@ -150,15 +150,15 @@ class Placer:
         if whole := [worker for worker in pool.workers(*WHOLE) if not media or encodes_for(pool, worker)]:
             worker, affinity = pick_decoder(whole, self._computed.find(keys, whole))
             options.append(Placement(worker, affinity))
-        pairs: dict[Worker, list[Worker]] = {}  # the prefill workers of each decoder
-        for decoder in pool.workers("decode"):
-            matching = pool.workers("prefill", matching=decoder)
-            if prefillers := [worker for worker in matching if not media or encodes_for(pool, worker)]:
-                pairs[decoder] = prefillers
-        if pairs:
-            decoder, decode_affinity = pick_decoder([*pairs], self._decoded.find(keys, pairs))
-            prefillers = pairs[decoder]
-            prefiller, affinity = pick_decoder(prefillers, self._computed.find(keys, prefillers))
+        one_of = {decoder.record.dtype: decoder for decoder in pool.workers("decode")}
+        prefillers = {
+            dtype: [one for one in pool.workers("prefill", matching=decoder) if not media or encodes_for(pool, one)]
+            for dtype, decoder in one_of.items()
+        }
+        if decoders := [decoder for decoder in pool.workers("decode") if prefillers[decoder.record.dtype]]:
+            decoder, decode_affinity = pick_decoder(decoders, self._decoded.find(keys, decoders))
+            fitting = prefillers[decoder.record.dtype]
+            prefiller, affinity = pick_decoder(fitting, self._computed.find(keys, fitting))
             options.append(Placement(decoder, affinity, prefiller, decode_affinity))
         return options
 

@@ -43,6 +43,7 @@ class RegistryWatch:
         """
         registered = False
         while True:
+            began_s = time.monotonic()
             self._changed.clear()
             try:
                 if registered:
@@ -58,6 +59,7 @@ class RegistryWatch:
                 log.warning("cannot read the registry", error=str(error))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S):
+                    await asyncio.sleep(time.monotonic() - began_s)  # at most half of the time goes into looks
                     await self._changed.wait()
 
     async def listen(self, on_placed: Callable[[Placed], None]) -> None:

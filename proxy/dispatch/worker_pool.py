@@ -90,6 +90,8 @@ class WorkerPool:
         """Workers that are not used, and why."""
         self._newest: dict[str, int] = {}  # the last epoch of each instance in the registry
         self._last_usable_s: dict[Role, float] = {}
+        self._usable: dict[tuple[tuple[Role, ...], str | None], list[Worker]] = {}
+        """Results of `workers` since a worker has last come, changed or gone."""
         self._unknown_since_s = time.monotonic()
         """Start of the time without knowledge of the registry; minus infinity after the first look."""
         self.failure: str | None = None
@@ -132,15 +134,18 @@ class WorkerPool:
         Left out are draining workers and workers without an admitted connection. Workers that have just left the
         registry may be stopping: they count only in the absence of others.
         """
-        found = [
-            worker
-            for worker in self._workers.values()
-            if worker.record.role in roles
-            and worker.admitted
-            and not worker.record.draining
-            and (matching is None or incompatibility(worker.record, matching.record) is None)
-        ]
-        return [worker for worker in found if worker.missing_since_s is None] or found
+        dtype = None if matching is None else matching.record.dtype  # they all fit this proxy, and differ in this alone
+        if (roles, dtype) not in self._usable:
+            found = [
+                worker
+                for worker in self._workers.values()
+                if worker.record.role in roles
+                and worker.admitted
+                and not worker.record.draining
+                and dtype in (None, worker.record.dtype)
+            ]
+            self._usable[roles, dtype] = [worker for worker in found if worker.missing_since_s is None] or found
+        return self._usable[roles, dtype]
 
     def tell(self, placed: Placed) -> None:
         """Tell the other proxies where a prompt was placed, unless the broker is away."""
@@ -169,6 +174,7 @@ class WorkerPool:
     async def _apply(self, found: dict[str, InstanceRecord]) -> None:
         """Connect to new workers; remove workers that are gone or restarted."""
         self.seen = found
+        self._usable.clear()
         for worker in list(self._workers.values()):
             record = found.get(worker.instance_id)
             if record is None:
@@ -189,6 +195,7 @@ class WorkerPool:
                 self._consider(record)
         self.num_proxies = num_proxies
         self._unknown_since_s = -math.inf
+        self._usable.clear()
         self.refused = {name: why for name, why in self.refused.items() if name in found}
         self._newest = {name: epoch for name, epoch in self._newest.items() if name in found}
 
@@ -235,6 +242,7 @@ class WorkerPool:
         self._note_usable(worker)
         worker.gone = True
         del self._workers[worker.instance_id]
+        self._usable.clear()
         for task in self._listeners.pop(worker):
             if task is not asyncio.current_task():
                 task.cancel()
@@ -263,6 +271,7 @@ class WorkerPool:
         admitted = [one for one in self._workers.values() if one.client.connected and not one.admitted]
         for worker in admitted:
             worker.admitted = True
+        self._usable.clear()
         for worker in admitted:
             self._listener.on_joined(worker)
 

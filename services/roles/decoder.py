@@ -90,7 +90,7 @@ class DecoderService(ABC):
         encoding = [] if self._encoding is None else [self._encoding.run()]
         return [self._receiver.run(), self._read_events(), *encoding]
 
-    def review(self, instances: dict[str, InstanceRecord]) -> None:  # noqa: B027 (only prefill workers send)
+    async def review(self) -> None:  # noqa: B027 (only prefill workers send)
         """Do nothing: offers of a lost sender end by their deadline, or by the next attempt."""
 
     def close(self) -> None:

@@ -50,8 +50,8 @@ class EncoderService:
     def tasks(self) -> list[Coroutine[Any, Any, None]]:
         return [self.stage.run()]
 
-    def review(self, instances: dict[str, InstanceRecord]) -> None:
-        self._handoffs.review(instances)
+    async def review(self) -> None:
+        self._handoffs.review(await self._context.registry.find(self._handoffs.presence.ids))
 
     def handle_request(self, proxy: bytes, message: ToWorker) -> None:
         if isinstance(message, Encode):

@@ -40,8 +40,8 @@ class PrefillService(DecoderService):
         self._handoffs.own = own
         await super().start(own)
 
-    def review(self, instances: dict[str, InstanceRecord]) -> None:
-        self._handoffs.review(instances)
+    async def review(self) -> None:
+        self._handoffs.review(await self._context.registry.find(self._handoffs.presence.ids))
 
     def handle_delivery(self, delivery: Delivery) -> None:
         if isinstance(delivery.message, Grant | Receipt):

@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from engine.attention.flashinfer import backend, served
+from engine.attention.flashinfer import served, wrappers
 from engine.attention.flashinfer.backend import FlashInferBackend
 from engine.attention.flashinfer.ragged import FlashInferRagged
 from engine.attention.flashinfer.wrappers import Workspace, load_flashinfer
@@ -64,5 +64,5 @@ def flashinfer_on_cpu(head_dims: Collection[int] = dense.HEAD_DIMS) -> Iterator[
 def _installed() -> Iterator[None]:
     """With a small workspace: the fake does not write to it."""
     modules = mock.patch.dict(sys.modules, {"flashinfer": fake_flashinfer})
-    with modules, mock.patch.object(backend, "WORKSPACE_BYTES", WORKSPACE_BYTES):
+    with modules, mock.patch.object(wrappers, "WORKSPACE_BYTES", WORKSPACE_BYTES):
         yield

@@ -96,7 +96,7 @@ class IdleRole:
         self.context.proxies.remove(request_id)
         self.aborted.append(request_id)
 
-    def review(self, instances: dict[str, InstanceRecord]) -> None:
+    async def review(self) -> None:
         self.num_reviews += 1
 
     def close(self) -> None: ...

@@ -20,17 +20,8 @@ from broker.cluster.curve import OVERHEAD_BYTES, secure_client, secure_listener
 from broker.transports.base import QUEUE_TENSORS, OnArrival, took_none
 from broker.transports.checksums import TURN_BYTES, with_checksum
 from broker.transports.received import ReceivedTensor
+from broker.transports.zmq import wire
 from broker.transports.zmq.assembly import Assembly
-from broker.transports.zmq.wire import (
-    MAX_HEAD_BYTES,
-    PIECE_BYTES,
-    WHOLE_BYTES,
-    First,
-    Head,
-    Next,
-    decode_head,
-    is_divided,
-)
 from common.errors import TriptychError
 from common.hashing import Checksum
 from common.messages import TensorHeader, encode
@@ -55,7 +46,9 @@ class ZmqReceiver:
         self._socket = _plain_socket(context, zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, QUEUE_TENSORS)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, max(min(max_bytes, WHOLE_BYTES), MAX_HEAD_BYTES) + OVERHEAD_BYTES)
+        self._socket.setsockopt(
+            zmq.MAXMSGSIZE, max(min(max_bytes, wire.WHOLE_BYTES), wire.MAX_HEAD_BYTES) + OVERHEAD_BYTES
+        )
         secure_listener(self._socket)
         self._socket.bind(f"tcp://{host}:*")
         self.address = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
@@ -98,7 +91,7 @@ class ZmqReceiver:
             try:
                 head, data = self._receive_frames()
                 turn_bytes += data.nbytes
-                received = self._assembly.add(sender, decode_head(head), data)
+                received = self._assembly.add(sender, wire.decode_head(head), data)
             except ValueError as error:
                 self.num_invalid += 1
                 self._assembly.discard(sender)
@@ -158,7 +151,7 @@ class ZmqConnection:
         self._wakeup = _Wakeup(self._socket, self._set_writable)
 
     async def send(self, header: TensorHeader, data: memoryview, timeout_s: float) -> None:
-        divided = is_divided(header, data.nbytes)
+        divided = wire.is_divided(header, data.nbytes)
         if not divided:
             header = await with_checksum(header, data)
             if not self._turn.locked() and self._try_send(header, data):
@@ -176,20 +169,20 @@ class ZmqConnection:
     async def _send_pieces(self, header: TensorHeader, data: memoryview) -> None:
         """Send the pieces, each hashed just before: ZMQ's thread finds the bytes in the processor's cache."""
         digest = Checksum()
-        for start in range(0, data.nbytes, PIECE_BYTES):
+        for start in range(0, data.nbytes, wire.PIECE_BYTES):
             if start and start % TURN_BYTES == 0:
                 await asyncio.sleep(0)
-            piece = data[start : start + PIECE_BYTES]
+            piece = data[start : start + wire.PIECE_BYTES]
             digest.update(piece)
-            is_last = start + PIECE_BYTES >= data.nbytes
-            head = Next(start, digest.intdigest() if is_last else 0) if start else First(header, data.nbytes)
+            is_last = start + wire.PIECE_BYTES >= data.nbytes
+            head = wire.Next(start, digest.intdigest() if is_last else 0) if start else wire.First(header, data.nbytes)
             await self._send(head, piece)
 
-    async def _send(self, head: Head, data: memoryview) -> None:
+    async def _send(self, head: wire.Head, data: memoryview) -> None:
         while not self._try_send(head, data):
             await self._next_change()
 
-    def _try_send(self, head: Head, data: memoryview) -> bool:
+    def _try_send(self, head: wire.Head, data: memoryview) -> bool:
         """Raises TriptychError("unavailable") where the connection has been closed."""
         if self._socket.closed:
             raise TriptychError("unavailable", f"the receiver of tensors at {self._address} has gone")

@@ -16,18 +16,10 @@ import torch
 
 from common.telemetry import get_logger
 from engine.attention.backend import AttentionBackend, DecodePlan
+from engine.attention.flashinfer import wrappers
 from engine.attention.flashinfer.fixed import FlashInferDecodePlan
 from engine.attention.flashinfer.paged_batch import PagedBatch, Phase
 from engine.attention.flashinfer.served import ReasonLog, is_appended, unserved
-from engine.attention.flashinfer.wrappers import (
-    WORKSPACE_BYTES,
-    Call,
-    DecodeWrapper,
-    PrefillWrapper,
-    Workspace,
-    fixed_decode_bytes,
-    load_flashinfer,
-)
 from engine.attention.metadata import AttentionMetadata, cross_plans_reused
 from engine.attention.select import kernels_missing
 from engine.attention.torch_backend import TorchBackend
@@ -49,11 +41,11 @@ class FlashInferBackend(AttentionBackend):
 
     def __init__(self, device: torch.device, dtype: torch.dtype, heads: HeadSpec) -> None:
         self._device = device
-        self._workspace = Workspace(load_flashinfer(), device, WORKSPACE_BYTES)
+        self._workspace = wrappers.Workspace(wrappers.load_flashinfer(), device, wrappers.WORKSPACE_BYTES)
         self._appender = _Appender(self._workspace)
         self._torch = TorchBackend(device)
         self.gathered_share = 0.0 if unserved(heads, dtype) is None else self._torch.gathered_share
-        self._wrappers: dict[Call, DecodeWrapper | PrefillWrapper] = {}
+        self._wrappers: dict[wrappers.Call, wrappers.DecodeWrapper | wrappers.PrefillWrapper] = {}
         self._cross: dict[Phase, PagedBatch] = {}
         self._reasons = ReasonLog()
         self._told_of_workspace = False
@@ -128,10 +120,10 @@ class FlashInferBackend(AttentionBackend):
         masked, (_, _, block_size, num_kv_heads, head_dim) = batch.mask is not None, cache.shape
         causal = batch.metadata.causal and not masked
         heads, seen = HeadSpec(query.shape[1], num_kv_heads, head_dim), window if causal else None
-        call = Call(batch.phase, causal, heads, block_size, query.dtype, scale, seen, masked)
+        call = wrappers.Call(batch.phase, causal, heads, block_size, query.dtype, scale, seen, masked)
         wrapper = self._wrappers.get(call)
         if wrapper is None:
-            make = DecodeWrapper if batch.phase == "decode" and not masked else PrefillWrapper
+            make = wrappers.DecodeWrapper if batch.phase == "decode" and not masked else wrappers.PrefillWrapper
             wrapper = self._wrappers[call] = make(self._workspace, call)
         wrapper.bring_to(batch)
         wrapper.run(query, cache, out)
@@ -151,7 +143,7 @@ class FlashInferBackend(AttentionBackend):
         self, num_requests: int, max_blocks: int, block_size: int, dtype: torch.dtype, heads: HeadSpec, *, causal: bool
     ) -> DecodePlan | None:
         """Return None if partial results of all requests do not fit: the decodes run eagerly then."""
-        needed, there = fixed_decode_bytes(num_requests, heads, self._device), self._workspace.buffer.numel()
+        needed, there = wrappers.fixed_decode_bytes(num_requests, heads, self._device), self._workspace.buffer.numel()
         if needed <= there:
             return FlashInferDecodePlan(
                 self._workspace, num_requests, max_blocks, block_size, dtype, heads, causal=causal
@@ -184,7 +176,7 @@ class _Appender:
     pages are in order, so that positions are slots.
     """
 
-    def __init__(self, workspace: Workspace) -> None:
+    def __init__(self, workspace: wrappers.Workspace) -> None:
         self._append = workspace.flashinfer.append_paged_kv_cache
         self._device = workspace.device
         self._pages: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}

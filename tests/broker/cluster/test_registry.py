@@ -33,6 +33,16 @@ async def test_registered_instances_are_seen_by_others_and_leave_nothing_behind(
     assert await redis.keys("*") == []
 
 
+async def test_some_instances_are_found_without_a_look_at_all(redis: Redis) -> None:
+    registries = {name: Registry(redis, "c") for name in ("e0", "d0", "d1")}
+    for name, registry in registries.items():
+        await registry.register(make_record(name))
+    assert set(await registries["e0"].find(["d1", "e0", "gone"])) == {"d1", "e0"}
+    assert await registries["e0"].find([]) == {}
+    for registry in registries.values():
+        await registry.unregister()
+
+
 async def test_clusters_do_not_see_each_other(redis: Redis) -> None:
     await Registry(redis, "one").register(make_record("e0"))
     assert await Registry(redis, "two").instances() == {}

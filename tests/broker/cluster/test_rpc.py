@@ -13,6 +13,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from broker.cluster.curve import ClusterContext
 from broker.cluster.rpc import (
     MAX_FROM_WORKER_BYTES,
     MAX_TO_WORKER_BYTES,
@@ -213,3 +214,10 @@ def test_a_later_connection_of_the_same_proxy_supersedes_an_earlier_one() -> Non
     assert not supersedes(connection_id("proxy.a", 8, 2).encode(), first), "another process under the same id"
     assert not supersedes(connection_id("proxy.b", 7, 2).encode(), first)
     assert not supersedes(b"\xff", b"")
+
+
+async def test_a_proxy_may_be_connected_to_thousands_of_workers() -> None:
+    with ClusterContext() as context:
+        sockets = [context.socket(zmq.DEALER) for _ in range(3 * 400)]  # one that has three for each worker
+        for opened in sockets:
+            opened.close(linger=0)

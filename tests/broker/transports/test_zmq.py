@@ -39,7 +39,7 @@ Message = tuple[Head, bytes | memoryview]
 
 @pytest.fixture
 async def kit(redis: Redis, broker_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Kit]:
-    for module in (zmq_wire, zmq_transport, zmq_assembly):
+    for module in (zmq_wire, zmq_assembly):
         monkeypatch.setattr(module, "PIECE_BYTES", PIECE)
     async with kit_of("zmq", redis, broker_url) as kit:
         yield kit
