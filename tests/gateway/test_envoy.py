@@ -11,7 +11,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(not os.environ.get("GATEWAY"), reason="`make gateway-test` runs HAProxy and Envoy"),
 ]
-IN_FLIGHT = 4
+IN_FLIGHT = 8
 CONVERSATIONS = 8
 PICTURES = 8
 CONFIGURATION = Path(__file__).with_name("envoy.yaml")
@@ -172,7 +172,7 @@ async def test_a_draining_cell_gets_nothing_new_and_ends_what_it_has(
         (await http.post(f"{draining.url}/drain", params={"wait": 0}, headers=headers)).raise_for_status()
         await eventually(lambda: not is_ready(draining.url))
         # The picker looks five times a second.
-        await eventually(lambda: _answers_elsewhere(http, home), 5.0)
+        await eventually(lambda: _answers_elsewhere(http, body | {"max_tokens": 1}, home), 5.0)
         others = Counter([(await cell_of(http, body | {"max_tokens": 1}))[0] for _ in range(10)])
         assert home not in others
         assert [line async for line in lines if line][-1] == "data: [DONE]"
@@ -183,8 +183,8 @@ async def test_a_draining_cell_gets_nothing_new_and_ends_what_it_has(
     tell("Envoy: a cell drained with a stream under way: 10 of 10 new requests elsewhere, the stream whole")
 
 
-async def _answers_elsewhere(http: httpx.AsyncClient, home: str) -> bool:
-    return (await cell_of(http, chat("Which colours do you know?", max_tokens=1)))[0] != home
+async def _answers_elsewhere(http: httpx.AsyncClient, body: dict[str, Any], home: str) -> bool:
+    return (await cell_of(http, body))[0] != home
 
 
 async def _answers_there(http: httpx.AsyncClient, home: str) -> bool:
@@ -196,11 +196,13 @@ async def test_requests_of_a_cell_that_dies_are_answered_by_the_other(
     http: httpx.AsyncClient, cells: list[Cell], admin: str, tell: Tell
 ) -> None:
     asks = [ask for ask in picture_asks("signpost", 12) if ask.body.get("n", 1) == 1]
+    asks = [replace(ask, stream=number % 3 == 0) for number, ask in enumerate(asks)]
     expected = {ask.name: await send(http, ask) for ask in asks}
     assert {reply.ending for reply in expected.values()} == {"whole"}, [one.error for one in expected.values()]
     got, over = list[tuple[Ask, Reply]](), asyncio.Event()
     asking = asyncio.ensure_future(keep_asking(http, asks, IN_FLIGHT, over, got))
     await eventually(lambda: len(got) >= IN_FLIGHT, 60.0)
+    await eventually(lambda: _is_busy(front(cells[1])), 30.0)
     await asyncio.to_thread(_kill, cells[1])
     seen = len(got)
     await eventually(lambda: len(got) >= seen + 5 * IN_FLIGHT, 90.0)
@@ -227,6 +229,12 @@ async def test_without_its_picker_both_cells_answer_by_turns(http: httpx.AsyncCl
     await asyncio.to_thread(gateway.picker.wait)
     homes = [(await cell_of(http, chat("Which colours do you know?", max_tokens=1)))[0] for _ in range(6)]
     assert len(set(homes)) == 2
+
+
+def _is_busy(proxy: Proxy) -> bool:
+    """Whether a few requests are under way: some without an answer yet, which others can have."""
+    lines = httpx.get(f"{proxy.url}/metrics", trust_env=False).text.splitlines()
+    return any(line.startswith("triptych_proxy_inflight ") and float(line.split()[1]) >= 3 for line in lines)
 
 
 def _kill(dying: Cell) -> None:

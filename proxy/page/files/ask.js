@@ -165,7 +165,7 @@ function facts({ usage, firstS, sentS, endS, finish }) {
   const parts = [];
   if (usage) parts.push(`${usage.prompt_tokens} + ${count(usage.completion_tokens, "token")}`);
   if (firstS !== null) parts.push(`the first after ${seconds(firstS - sentS)}`);
-  if (usage?.completion_tokens > 1 && endS > firstS) parts.push(`${Math.round((usage.completion_tokens - 1) / (endS - firstS))} tokens/s`);
+  if (usage?.completion_tokens >= 16 && endS > firstS) parts.push(`${Math.round((usage.completion_tokens - 1) / (endS - firstS))} tokens/s`);
   parts.push(`${seconds(endS - sentS)} in all`);
   if (finish === "length") parts.push("cut at the most tokens");
   return parts.join(" · ");
