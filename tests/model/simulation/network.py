@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -190,6 +190,11 @@ class SimulatedRegistry:
     async def instances(self) -> dict[str, InstanceRecord]:
         await self._network.reach_broker()
         return self._network.instances()
+
+    async def find(self, ids: Iterable[str]) -> dict[str, InstanceRecord]:
+        wanted = list(ids)
+        found = await self.instances() if wanted else {}
+        return {instance_id: found[instance_id] for instance_id in wanted if instance_id in found}
 
     async def changes(self) -> AsyncGenerator[None]:
         """Tells of nothing: everybody looks by himself."""
