@@ -126,18 +126,18 @@ class Registry:
         return self._parse(await self._redis.get(self._key(instance_id)))
 
     async def instances(self) -> dict[str, InstanceRecord]:
-        """Return all live instances by id, and remove expired ids from the index."""
+        """Return all live instances by id."""
         members = await self._redis.smembers(self._index)
         ids = sorted(m.decode(errors="replace") if isinstance(m, bytes) else m for m in members)
-        found = await self.find(ids)
-        if expired := [instance_id for instance_id in ids if instance_id not in found]:
-            await self._redis.srem(self._index, *expired)  # one that is alive enters itself again by its next heartbeat
-        return found
+        return await self.find(ids)
 
     async def find(self, ids: Iterable[str]) -> dict[str, InstanceRecord]:
-        """Return those of some instances that are alive, by id."""
-        keys = [self._key(instance_id) for instance_id in ids]
-        records = map(self._parse, await self._redis.mget(keys) if keys else [])
+        """Return those of some instances that are alive, by id, and remove expired ids from the index."""
+        names = list(ids)
+        values = await self._redis.mget([self._key(name) for name in names]) if names else []
+        if expired := [name for name, value in zip(names, values, strict=True) if value is None]:
+            await self._redis.srem(self._index, *expired)  # one that is alive enters itself again by its next heartbeat
+        records = map(self._parse, values)
         return {record.instance_id: record for record in records if record is not None}
 
     def _key(self, instance_id: str) -> str:
