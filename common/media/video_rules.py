@@ -141,7 +141,7 @@ def fit(
 FAKE: Final = "<fake_token_around_image>"
 _SKIPPED_S: Final = 1
 """At both ends of a video with more frames than are sampled."""
-_LONGEST_EDGE: Final = 4096
+LONGEST_EDGE: Final = 4096
 """Nothing is resized beyond this, whatever the settings say."""
 _ONES: Final = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
@@ -191,7 +191,7 @@ class FrameRules(VideoRules):
         return [int(index) for index in np.unique(np.linspace(first, last, wanted, dtype=int))]
 
     def frame_size(self, width: int, height: int, num_frames: int) -> tuple[int, int]:
-        height, width = self.fixed_size or scaled_size(height, width, min(self.longest_edge, _LONGEST_EDGE))
+        height, width = self.fixed_size or scaled_size(height, width, min(self.longest_edge, LONGEST_EDGE))
         return width, height
 
 
@@ -222,10 +222,10 @@ def scaled_size(height: int, width: int, longest_edge: int) -> tuple[int, int]:
         height, width = longest_edge, _even(int(longest_edge * aspect))
     height, width = max(height, 1), max(width, 1)
     aspect = width / height
-    if width >= height and width > _LONGEST_EDGE:
-        width, height = _LONGEST_EDGE, int(_LONGEST_EDGE / aspect)
-    elif height > width and height > _LONGEST_EDGE:
-        height, width = _LONGEST_EDGE, int(_LONGEST_EDGE * aspect)
+    if width >= height and width > LONGEST_EDGE:
+        width, height = LONGEST_EDGE, int(LONGEST_EDGE / aspect)
+    elif height > width and height > LONGEST_EDGE:
+        height, width = LONGEST_EDGE, int(LONGEST_EDGE * aspect)
     return max(height, 1), max(width, 1)
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from common.errors import TriptychError
-from common.media.video_rules import FAKE, frame_text, video_json
+from common.media.video_rules import FAKE, LONGEST_EDGE, frame_text, video_json
 from common.media.videos import read_piece
 from common.messages import InputLayout
 from common.model_info import ModelInfo
 from engine.media.image import to_planes, values_of_bytes
 from engine.media.video import decode_frames
 from engine.processors.idefics3 import Idefics3Processor, PieceSettings
-
-_LONGEST_EDGE: Final = 4096
 
 
 class FrameVideoProcessor:
@@ -32,7 +30,7 @@ class FrameVideoProcessor:
 
     def __call__(self, media: bytes) -> tuple[dict[str, npt.NDArray[Any]], InputLayout, tuple[int, ...]]:
         piece, images, side = read_piece(media), self._images, self._settings.piece_size
-        if len(piece.frames) != len(piece.seconds) or not 1 <= min(piece.size) <= max(piece.size) <= _LONGEST_EDGE:
+        if len(piece.frames) != len(piece.seconds) or not 1 <= min(piece.size) <= max(piece.size) <= LONGEST_EDGE:
             message = f"a piece with {len(piece.frames)} frames of {piece.size} pixels does not fit the model"
             raise TriptychError("bad_media", message)
         pixels = np.empty((len(piece.frames), 3, side, side), dtype=np.float32)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from PIL import Image
 from tokenizers import Tokenizer
 
-from common.media.video_rules import FAKE, scaled_size, tokens_per_piece
+from common.media.video_rules import FAKE, LONGEST_EDGE, scaled_size, tokens_per_piece
 from common.messages import InputLayout
 from common.model_info import ModelInfo
 from engine.media.image import HALVES, decode_image, require_steps, to_planes, values_of_bytes
@@ -57,7 +57,7 @@ def image_to_pieces(image: Image.Image, settings: PieceSettings) -> tuple[npt.ND
     and columns; both are 0 where the whole is the only piece.
     """
     side = settings.piece_size
-    height, width = settings.size or scaled_size(image.height, image.width, settings.longest_edge or 4096)
+    height, width = settings.size or scaled_size(image.height, image.width, settings.longest_edge or LONGEST_EDGE)
     image = image.resize((width, height), settings.resample)
     rows = columns = 0
     crops = []
