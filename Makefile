@@ -16,7 +16,7 @@ export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-rest test-lowest lint format bench model chaos fuzz page-test clients-test soak ray-test gateway-test compose-test helm-test dist gpu-check gpu-sources clean distclean
+.PHONY: help demo test test-all test-rest test-lowest lint format bench model chaos fuzz page-test clients-test soak ray-test churn-test gateway-test compose-test helm-test dist gpu-check gpu-sources clean distclean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -94,6 +94,9 @@ $(VENV)/tiny-whisper/tokenizer_config.json: $(VENV)/test.stamp tests/tiny_models
 
 ray-test: $(VENV)/test.stamp ## Run on a Ray cluster of three nodes with addresses of their own (needs root for network namespaces).
 	@RAY_CLUSTER=1 RAY_PLOT=docs/images/ray-scaling.svg $(BIN)/python -m pytest -s -n 0 tests/launch/ray $(ARGS)
+
+churn-test: $(VENV)/test.stamp ## Have 2,500 fake workers join, leave and die under load; prints what the proxy and the broker take (Linux).
+	@$(BIN)/python -m tests.churn $(ARGS)
 
 GATEWAY := build/gateway
 gateway-test: $(VENV)/test.stamp $(GATEWAY)/stamp ## Proxies behind HAProxy, cells behind Envoy with an endpoint picker (needs apt-get, Linux on x86-64).

@@ -40,7 +40,7 @@ class FakeWorker:
             "requests_address": self.server.address,
             **changes,
         }
-        record = InstanceRecord(
+        self.record = InstanceRecord(
             instance_id=self.id,
             role=self.role,
             epoch=time.time_ns(),
@@ -48,7 +48,7 @@ class FakeWorker:
             **values,
         )
         self.alive = True
-        await self.registry.register(record)
+        await self.registry.register(self.record)
         self.spawn(self._beat())
         self.spawn(self._receive())
 
