@@ -23,19 +23,20 @@ from common.keys import ClusterKey
 from launch.cluster.configure import child_environment
 from launch.cluster.plan import reserve_port
 from tests.eventually import eventually
+from tools.soak.memory import resident_bytes
 
 MODEL: Final = "signpost"
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
-class Fakes(msgspec.Struct, frozen=True):
+class CrowdSettings(msgspec.Struct, frozen=True):
     """What one process of fake workers is told at its start."""
 
     number: int
     model: str
     broker: str
     cluster: str
-    cluster_key: str | None = None
+    cluster_key: str
 
 
 @dataclass(frozen=True)
@@ -51,15 +52,15 @@ class Usage:
 
     @classmethod
     def of(cls, proxy: int, broker: int) -> Usage:
-        held = [_resident_bytes(pid) for pid in (proxy, broker)]
+        held = [resident_bytes(pid) or 0 for pid in (proxy, broker)]
         return cls(time.monotonic(), _cpu_s(proxy), _cpu_s(broker), *held, len(os.listdir(f"/proc/{proxy}/fd")))
 
 
-class Crowd:
+class CrowdProcess:
     """A process of fake workers."""
 
-    def __init__(self, fakes: Fakes, log: Path) -> None:
-        command = [sys.executable, "-m", "tests.churn.fakes", msgspec.json.encode(fakes).decode()]
+    def __init__(self, fakes: CrowdSettings, log: Path) -> None:
+        command = [sys.executable, "-m", "tests.churn.crowd", msgspec.json.encode(fakes).decode()]
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=_root()
@@ -89,7 +90,7 @@ class Cell:
     url: str
     proxy: subprocess.Popen[bytes]
     broker_pid: int
-    crowds: list[Crowd]
+    crowds: list[CrowdProcess]
     size: int = 0
 
     async def ready(self) -> None:
@@ -134,9 +135,9 @@ class Cell:
 
 
 @contextmanager
-def cell(logs: Path, *, processes: int, secured: bool = True, **fields: Any) -> Iterator[Cell]:
+def cell(logs: Path, *, processes: int, **fields: Any) -> Iterator[Cell]:
     """Run an empty cell whose workers will be shared out among so many processes. Its proxy has a log in `logs`."""
-    key = ClusterKey.generate().reveal() if secured else None
+    key = ClusterKey.generate().reveal()
     with ExitStack() as stack:
         broker = EmbeddedBroker()
         url = stack.enter_context(broker)
@@ -149,7 +150,7 @@ def cell(logs: Path, *, processes: int, secured: bool = True, **fields: Any) -> 
         stack.callback(proxy.terminate)
         crowds = []
         for number in range(processes):
-            crowds.append(Crowd(Fakes(number, MODEL, url, "churn", key), logs / f"fakes-{number}.log"))
+            crowds.append(CrowdProcess(CrowdSettings(number, MODEL, url, "churn", key), logs / f"fakes-{number}.log"))
             stack.callback(crowds[-1].kill)
         assert broker._process is not None
         yield Cell(f"http://127.0.0.1:{port}", proxy, broker._process.pid, crowds)
@@ -162,7 +163,3 @@ def _root() -> Path:
 def _cpu_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
-
-
-def _resident_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

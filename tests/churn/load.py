@@ -41,7 +41,6 @@ class Outcome:
 
     counts: Counter[str] = field(default_factory=Counter)
     told: list[str] = field(default_factory=list)
-    tokens: int = 0
 
     def note(self, ask: Ask, reply: Reply | None, expected: Reply) -> None:
         if reply is None:
@@ -51,7 +50,6 @@ class Outcome:
         else:
             end = "wrong" if reply.ending == "whole" or not reply.begins(expected) else reply.ending
         self.counts[end] += 1
-        self.tokens += 0 if reply is None else sum(map(len, reply.tokens.values()))
         if end != "right":
             self.told.append(f"{end}: {ask.name}: {None if reply is None else (reply.error, dict(reply.tokens))}")
 
