@@ -23,6 +23,7 @@ import torch
 from engine.attention.metadata import AttentionMetadata, common_keys, num_blocks
 from engine.device.h2d import send
 from engine.state.bias import AttentionBias
+from engine.state.inputs import EncoderRows
 from engine.state.spec import HeadSpec, IntArray
 
 
@@ -131,6 +132,7 @@ class PagedAttentionContext:
     self_plan: Any
     cross_plan: Any = None
     after_input: torch.Tensor | None = None
+    encoder_rows: EncoderRows | None = None
     cross_queries: dict[int, torch.Tensor] | None = None
 
     @property

@@ -16,7 +16,6 @@ from engine.models.base import (
     AttentionContext,
     CheckpointLayout,
     DecoderModel,
-    EncoderRows,
     Sources,
     Zeros,
     split_key_value,
@@ -121,13 +120,7 @@ class BartDecoder(LayeredDecoder):
         embeddings = super().embed(input_ids)
         return embeddings if self.scale == 1.0 else embeddings.mul_(self.scale)
 
-    def forward(
-        self,
-        embeddings: Tensor,
-        positions: Tensor,
-        attention: AttentionContext,
-        encoder_rows: EncoderRows | None = None,
-    ) -> Tensor:
+    def forward(self, embeddings: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
         hidden = embeddings + F.embedding(positions + POSITION_OFFSET, self.embed_positions.weight)
         return self.run_layers(self.layernorm_embedding(hidden), attention)
 

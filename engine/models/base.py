@@ -14,22 +14,16 @@ from torch import Tensor, nn
 from engine.models.layers import Linear, linear
 from engine.processors import ProcessedInput
 from engine.state.bias import AttentionBias
+from engine.state.inputs import EncoderRows
 from engine.state.spec import DecoderSpec
-
-
-@dataclass(frozen=True)
-class EncoderRows:
-    """The encoder outputs of a step: `outputs` [k, encoder_width] belong to rows `rows` [k] of the batch."""
-
-    rows: Tensor
-    outputs: Tensor
 
 
 class AttentionContext(Protocol):
     """A model's view of attention during a forward pass, without the location of KV.
 
     `has_cross` is False where no token of the step has encoder rows to read. `after_input` [num_tokens], bool, tells
-    which tokens are placeholders of inputs or stand behind one; None where all do.
+    which tokens are placeholders of inputs or stand behind one; None where all do. `encoder_rows` are outputs of
+    encoders of more than `hidden_size` columns, whose first ones stand in the embeddings already; None without any.
     """
 
     @property
@@ -37,6 +31,9 @@ class AttentionContext(Protocol):
 
     @property
     def after_input(self) -> Tensor | None: ...
+
+    @property
+    def encoder_rows(self) -> EncoderRows | None: ...
 
     def self_attention(
         self,
@@ -133,18 +130,11 @@ class DecoderModel(nn.Module, ABC):
         return F.embedding(input_ids, self.embed_tokens.weight)
 
     @abstractmethod
-    def forward(
-        self,
-        embeddings: Tensor,
-        positions: Tensor,
-        attention: AttentionContext,
-        encoder_rows: EncoderRows | None = None,
-    ) -> Tensor:
+    def forward(self, embeddings: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
         """Hidden states after the final norm.
 
         embeddings [num_tokens, hidden_size], positions int64 [num_tokens] or, with M-RoPE, [3, num_tokens] (time,
-        height, width) -> [num_tokens, hidden_size]. `encoder_rows` are the step's encoder outputs, whose first
-        `hidden_size` columns stand in `embeddings` already; None where there are none.
+        height, width) -> [num_tokens, hidden_size].
         """
 
     def logits(self, hidden: Tensor) -> Tensor:

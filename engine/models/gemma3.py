@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.model_info import ModelInfo
-from engine.models.base import AttentionContext, DecoderModel, EncoderRows
+from engine.models.base import AttentionContext, DecoderModel
 from engine.models.config import TextConfig, read_text_config, sliding_layers
 from engine.models.layers import Linear, Rotary, activation, rotate
 from engine.models.llama import CHECKPOINT_PARTS, LLAMA_LAYOUT, MULTIMODAL_LAYOUT
@@ -69,13 +69,7 @@ class Gemma3Decoder(DecoderModel):
         # The factor is rounded to the weights' dtype, as the models were trained.
         return embeddings.mul_(float(torch.tensor(self.spec.hidden_size**0.5, dtype=embeddings.dtype)))
 
-    def forward(
-        self,
-        embeddings: Tensor,
-        positions: Tensor,
-        attention: AttentionContext,
-        encoder_rows: EncoderRows | None = None,
-    ) -> Tensor:
+    def forward(self, embeddings: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
         whole, local = (rotary(positions, embeddings.dtype) for rotary in (self.rotary, self.local_rotary))
         hidden = embeddings
         for layer in self.layers:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from common.model_info import ModelInfo
-from engine.models.base import AttentionContext, CheckpointLayout, DecoderModel, EncoderRows
+from engine.models.base import AttentionContext, CheckpointLayout, DecoderModel
 from engine.models.config import TextConfig, read_text_config
 from engine.models.layers import Linear, RMSNorm, Rotary, rotate, silu_mul
 from engine.state.spec import DecoderSpec
@@ -80,13 +80,7 @@ class LlamaDecoder(DecoderModel):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None if config.tied else Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def forward(
-        self,
-        embeddings: Tensor,
-        positions: Tensor,
-        attention: AttentionContext,
-        encoder_rows: EncoderRows | None = None,
-    ) -> Tensor:
+    def forward(self, embeddings: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
         rotation = self.rotary(positions, embeddings.dtype)
         hidden, residual = embeddings, None
         for layer in self.layers:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from common.model_info import ModelInfo
-from engine.models.base import AttentionContext, CheckpointLayout, EncoderRows, Sources, fused_sources
+from engine.models.base import AttentionContext, CheckpointLayout, Sources, fused_sources
 from engine.models.config import TextConfig, read_text_config
 from engine.models.layers import Linear, RMSNorm, silu_mul
 from engine.models.llama import CHECKPOINT_PARTS, LlamaDecoder, LlamaLayer
@@ -65,13 +65,7 @@ class MllamaDecoder(LlamaDecoder):
             else:
                 self.layers.append(LlamaLayer(config, index - len(self.cross_layers)))
 
-    def forward(
-        self,
-        embeddings: Tensor,
-        positions: Tensor,
-        attention: AttentionContext,
-        encoder_rows: EncoderRows | None = None,
-    ) -> Tensor:
+    def forward(self, embeddings: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
         rotation = self.rotary(positions, embeddings.dtype)
         hidden, residual = embeddings, None
         for layer in self.layers:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from common.model_info import ModelInfo
-from engine.models.base import AttentionContext, EncoderRows
+from engine.models.base import AttentionContext
 from engine.models.config import read_text_config
 from engine.models.llama import MULTIMODAL_LAYOUT, LlamaDecoder
 
@@ -33,19 +33,14 @@ class Qwen3VLDecoder(LlamaDecoder):
         self.num_deepstack = num_deepstack
         self.spec = replace(self.spec, encoder_hidden_size=(1 + num_deepstack) * config.hidden_size)
 
-    def forward(
-        self,
-        embeddings: Tensor,
-        positions: Tensor,
-        attention: AttentionContext,
-        encoder_rows: EncoderRows | None = None,
-    ) -> Tensor:
+    def forward(self, embeddings: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
         rotation = self.rotary(positions, embeddings.dtype)
-        deepstack = [] if encoder_rows is None else encoder_rows.outputs.chunk(1 + self.num_deepstack, dim=-1)[1:]
+        added = attention.encoder_rows
+        deepstack = [] if added is None else added.outputs.chunk(1 + self.num_deepstack, dim=-1)[1:]
         hidden, residual = embeddings, None
         for index, layer in enumerate(self.layers):
             hidden, residual = layer(hidden, residual, rotation, attention)
-            if encoder_rows is not None and index < len(deepstack):
-                hidden, residual = hidden.add_(residual).index_add_(0, encoder_rows.rows, deepstack[index]), None
+            if added is not None and index < len(deepstack):
+                hidden, residual = hidden.add_(residual).index_add_(0, added.rows, deepstack[index]), None
         normed: Tensor = self.norm(hidden, residual)
         return normed

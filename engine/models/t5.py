@@ -14,7 +14,6 @@ from engine.models.base import (
     AttentionContext,
     CheckpointLayout,
     DecoderModel,
-    EncoderRows,
     Sources,
     split_key_value,
 )
@@ -94,13 +93,7 @@ class T5Decoder(DecoderModel):
         self.final_layer_norm = RMSNorm(hidden_size, eps)
         self.lm_head = None if tied else Linear(hidden_size, vocab_size, bias=False)
 
-    def forward(
-        self,
-        embeddings: Tensor,
-        positions: Tensor,
-        attention: AttentionContext,
-        encoder_rows: EncoderRows | None = None,
-    ) -> Tensor:
+    def forward(self, embeddings: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
         hidden = embeddings
         for layer in self.block:
             hidden = layer(hidden, attention, self.relative_bias)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from common.model_info import ModelInfo
 from engine.models.bart import LayeredDecoder
-from engine.models.base import AttentionContext, CheckpointLayout, EncoderRows, Sources, Zeros
+from engine.models.base import AttentionContext, CheckpointLayout, Sources, Zeros
 
 _LAYOUT = CheckpointLayout(prefixes={"model.decoder.": "", "decoder.": "", "proj_out.": "lm_head."})
 
@@ -29,13 +29,7 @@ class WhisperDecoder(LayeredDecoder):
             raise ValueError(f"activation {activation!r} is not supported; supported: gelu")
         super().__init__(info, _LAYOUT, info.config["max_target_positions"], pre_norm=True)
 
-    def forward(
-        self,
-        embeddings: Tensor,
-        positions: Tensor,
-        attention: AttentionContext,
-        encoder_rows: EncoderRows | None = None,
-    ) -> Tensor:
+    def forward(self, embeddings: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
         return self.run_layers(embeddings + F.embedding(positions, self.embed_positions.weight), attention)
 
     def sources(self) -> Sources:

@@ -242,9 +242,8 @@ class DecoderRunner:
         own = self_metadata(step, inputs, blocks, block_table, slot_mapping, whole_inputs=whole_inputs)
         cross = None if self._cross is None else self._cross.metadata(step, inputs, blocks, on_device=True)
         context = PagedAttentionContext.of_step(self.backend, self.caches, own, cross)
-        if queries is not None:
-            context = replace(context, cross_queries=queries)
-        hidden: torch.Tensor = self.model(embeddings, positions, context, encoder_rows)
+        context = replace(context, encoder_rows=encoder_rows, cross_queries=queries)
+        hidden: torch.Tensor = self.model(embeddings, positions, context)
         return hidden
 
     def align(self, request: Request, parts: ListOf[dict[int, torch.Tensor]], blocks: BlockManager) -> list[int]:

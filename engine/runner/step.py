@@ -20,8 +20,7 @@ from engine.attention.metadata import AttentionMetadata
 from engine.cache.block_manager import BlockManager
 from engine.cache.encoder_cache import EncoderCacheManager
 from engine.device.h2d import send, send_tensor
-from engine.models.base import EncoderRows
-from engine.state.inputs import ScheduledStep, StepInputs
+from engine.state.inputs import EncoderRows, ScheduledStep, StepInputs
 from engine.state.spec import IntArray
 
 

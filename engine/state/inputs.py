@@ -139,6 +139,14 @@ class StepInputs:
         return np.arange(self.seq_lens.max()) > self.positions[:, None]
 
 
+@dataclass(frozen=True)
+class EncoderRows:
+    """The encoder outputs of a step: `outputs` [k, encoder_width] belong to rows `rows` [k] of the batch."""
+
+    rows: Tensor
+    outputs: Tensor
+
+
 class InputBuffers:
     """The two tables and the arithmetic over them. A running request holds a slot, a row of each table.
 

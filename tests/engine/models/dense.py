@@ -15,6 +15,7 @@ from common.model_info import load_model_info
 from engine.models.base import DecoderModel
 from engine.models.registry import load_decoder
 from engine.state.bias import AttentionBias
+from engine.state.inputs import EncoderRows
 from engine.state.request import Request
 
 
@@ -30,6 +31,7 @@ class DenseAttention:
 
         self.has_cross = encoder_output is not None
         self.after_input: Tensor | None = None
+        self.encoder_rows: EncoderRows | None = None
 
     def self_attention(
         self,

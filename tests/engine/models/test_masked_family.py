@@ -18,7 +18,7 @@ from common.messages import InputLayout
 from common.model_info import ModelInfo
 from engine.encoders.text import BartEncoder
 from engine.models.bart import BartDecoder
-from engine.models.base import AttentionContext, EncoderRows
+from engine.models.base import AttentionContext
 from engine.models.registry import load_decoder, load_encoder
 from engine.processors import ProcessedInput
 from engine.state.bias import AttentionMask
@@ -64,10 +64,8 @@ class MaskedDecoder(BartDecoder):
         self.spec = replace(self.spec, biased=("self", "cross"))
         self.masks = SameDocument(SEPARATOR), LaterRows()  # type: ignore[call-arg]
 
-    def forward(
-        self, embeddings: Tensor, positions: Tensor, attention: AttentionContext, rows: EncoderRows | None = None
-    ) -> Tensor:
-        return super().forward(embeddings, positions, Masking(attention, *self.masks), rows)  # type: ignore[arg-type]
+    def forward(self, embeddings: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
+        return super().forward(embeddings, positions, Masking(attention, *self.masks))  # type: ignore[arg-type]
 
 
 class MaskedEncoder(BartEncoder):

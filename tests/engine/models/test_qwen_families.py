@@ -22,10 +22,10 @@ from transformers import (
 from common.errors import TriptychError
 from common.model_info import load_model_info
 from engine import processors
-from engine.models.base import EncoderRows
 from engine.models.config import read_text_config
 from engine.processors import ProcessedInput
 from engine.processors.qwen2_audio import num_output_tokens
+from engine.state.inputs import EncoderRows
 from tests.engine.models.dense import DenseAttention, decoder_of, edit_json, logits_of
 from tests.engine.models.encoders import QWEN_SIZES, assert_outputs_equal, encoder_of, pictures
 from tests.engine.models.test_decoders import assert_equal_logits
@@ -210,9 +210,10 @@ def test_qwen3_vl_adds_the_deep_stacked_outputs_behind_its_first_layers(folders:
     embeddings = ours.embed(input_ids)
     embeddings[rows] = outputs[:, :64]
     attention = DenseAttention(ours)
-    logits = ours.logits(ours(embeddings, positions[:, 0], attention, EncoderRows(rows, outputs)))
-    assert_equal_logits(logits, expected)
     without = ours.logits(ours(embeddings, positions[:, 0], attention))
+    attention.encoder_rows = EncoderRows(rows, outputs)
+    logits = ours.logits(ours(embeddings, positions[:, 0], attention))
+    assert_equal_logits(logits, expected)
     assert not torch.allclose(without[rows[-1] :], expected[rows[-1] :], atol=1e-2)
 
 
