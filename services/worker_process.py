@@ -24,7 +24,7 @@ from redis.exceptions import RedisError
 from broker.cluster.curve import ClusterContext
 from broker.cluster.redis_client import connect, wait_until_reachable
 from broker.cluster.registry import HEARTBEAT_S, Registry
-from broker.cluster.rpc import WorkerServer
+from broker.cluster.rpc import WorkerServer, life_id
 from broker.handoff.channels import ChannelReader, ChannelSender
 from common.config import Settings
 from common.errors import ErrorInfo, TriptychError
@@ -89,14 +89,12 @@ class WorkerProcess:
         )
         protect(app, worker_guard(settings))
         self._http = HttpServer(app, self._host, settings)  # first: a taken port leaves nothing open
-        self._redis = connect(settings.broker)
-        self._reading = connect(settings.broker, retries=0)
+        self._redis, self._reading = connect(settings.broker), connect(settings.broker, retries=0)
         registry = Registry(self._redis, settings.cluster)
         key = ClusterKey.of(settings)
         warn_of_open_host(self._host, has_key=key is not None)
         warn_of_few_descriptors(self._host)
         self._zmq_context = ClusterContext(key)
-        self._server = WorkerServer(self._zmq_context, self._host)
         self._proxies = RequestOwners()
         self._drain = DrainState(lambda: len(self._proxies), settings.request_timeout_s)
         self._marker = DrainMarker.of_environment()
@@ -107,11 +105,13 @@ class WorkerProcess:
         self.stop = asyncio.Event()
         """Set by a signal or by the caller of `run`, to end the worker."""
         self.instance_id = instance_id = settings.instance_id or f"worker-{uuid.uuid4().hex[:8]}"
+        epoch = time.time_ns()
+        self._server = WorkerServer(self._zmq_context, self._host, life_id(instance_id, epoch))
         self._context = WorkerContext(
             settings=settings,
             info=info,
             instance_id=instance_id,
-            epoch=time.time_ns(),
+            epoch=epoch,
             host=self._host,
             dtype=dtype,
             zmq_context=self._zmq_context,

@@ -50,9 +50,14 @@ Outcome = Literal["sent", "too_large", "gone"]
 log = get_logger()
 
 
+def life_id(instance_id: str, epoch: int) -> str:
+    """Return the name of a process: an instance that starts again is another."""
+    return f"{instance_id}@{epoch}"
+
+
 def connection_id(instance_id: str, epoch: int, number: int) -> str:
     """Return the name of a proxy's connection at workers: new for each connection, with a growing `number`."""
-    return f"{instance_id}@{epoch}.{number}"
+    return f"{life_id(instance_id, epoch)}.{number}"
 
 
 def supersedes(connection: bytes, other: bytes) -> bool:
@@ -66,10 +71,12 @@ def supersedes(connection: bytes, other: bytes) -> bool:
 class WorkerServer:
     """The worker's end: receives from any number of proxies, and answers each by routing id."""
 
-    def __init__(self, context: zmq.asyncio.Context, host: str = "127.0.0.1") -> None:
-        """Bind a free port on `host`; `address` is the endpoint for clients on this network."""
+    def __init__(self, context: zmq.asyncio.Context, host: str = "127.0.0.1", life: str = "") -> None:
+        """Bind a free port on `host`; `address` is the endpoint for clients on this network, which learn the `life`."""
         self._socket = context.socket(zmq.ROUTER)
         _set_common_options(self._socket)
+        if life:
+            self._socket.setsockopt(zmq.IDENTITY, life.encode())
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a proxy that is gone is an error we want to see
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a proxy that reconnects takes over its own routing id
         self._socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
@@ -131,11 +138,17 @@ class WorkerClient:
     """The proxy's end of the conversation with a worker. Messages wait (bounded) until the worker is there.
 
     `identity` tells the worker the owner of requests: unique in the cluster and never used again, or the worker would
-    keep requests of an abandoned connection.
+    keep requests of an abandoned connection. `life` is the `life_id` of the worker: by now, another process may have
+    the address. Every message tells whose it is.
     """
 
     def __init__(
-        self, context: zmq.asyncio.Context, address: str, identity: str, on_invalid: Callable[[], None] = lambda: None
+        self,
+        context: zmq.asyncio.Context,
+        address: str,
+        identity: str,
+        on_invalid: Callable[[], None] = lambda: None,
+        life: str = "",
     ) -> None:
         """Connect to a worker. Invalid replies are discarded, with a call of `on_invalid` for each."""
         self._socket = context.socket(zmq.DEALER)
@@ -149,6 +162,7 @@ class WorkerClient:
         self._watch(self._socket)
         self._socket.connect(address)
         self.address = address
+        self.life = life
         self._on_invalid = on_invalid
 
     def _watch(self, socket: zmq.asyncio.Socket) -> None:
@@ -168,9 +182,14 @@ class WorkerClient:
             raise TriptychError("unavailable", message_text) from error
 
     async def receive(self) -> FromWorker:
-        """Return the worker's next message about a request. Heartbeats and invalid messages are skipped."""
+        """Return the worker's next message about a request. Heartbeats and invalid messages are skipped.
+
+        Raises TriptychError("unavailable") where another process answers.
+        """
         while True:
             frames = await self._socket.recv_multipart(copy=False)
+            if self.life and (life := frames[0].get("Identity")) not in ("", self.life):
+                raise TriptychError("unavailable", f"{life} answers at {self.address}, not {self.life}")
             try:
                 if len(frames) != 1:
                     raise TriptychError("invalid_request", f"a reply has 1 frame, not {len(frames)}")

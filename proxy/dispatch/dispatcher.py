@@ -78,5 +78,5 @@ class Dispatcher:
             runner.post(worker, "joined")
 
     async def on_gone(self, worker: Worker) -> None:
-        for runner in list(self.runners.values()):
-            runner.post(worker, "gone")
+        for request_id in self.requests_at(worker):
+            self.runners[request_id].post(worker, "gone")

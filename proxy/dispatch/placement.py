@@ -15,7 +15,7 @@ from statistics import mean
 from typing import Final, Literal
 
 from common.messages import Placed, Role
-from proxy.dispatch.worker import Load, Worker
+from proxy.dispatch.worker import Worker
 from proxy.dispatch.worker_pool import WorkerPool
 from proxy.server.metrics import ProxyMetrics
 
@@ -59,11 +59,11 @@ class AffinityMap:
             self._instances[first + 1 : last + 1] = self._instances[first:last]
             self._hashes[first], self._instances[first] = hash(key), instance_id
 
-    def find(self, keys: Sequence[bytes], candidates: Iterable[Worker]) -> Worker | None:
+    def find(self, keys: Sequence[bytes], candidates: Sequence[Worker]) -> Worker | None:
         """Return the candidate with the first known key; None without any."""
-        known = {worker.instance_id: worker for worker in candidates}
         slots = (slot for key in keys if (slot := self._look_up(key)[1]) is not None)
-        return next((known[self._instances[slot]] for slot in slots if self._instances[slot] in known), None)
+        names = dict.fromkeys(self._instances[slot] for slot in slots)  # few: looking for each is less than a table
+        return next((one for name in names for one in candidates if one.instance_id == name), None)
 
     def _look_up(self, key: bytes) -> tuple[int, int | None]:
         """Return the first of a key's slots, with the latest key, and the key's own slot if in the table."""
@@ -108,7 +108,7 @@ class Placer:
             options = self._options(pool, keys, media=False)
         if not options:
             return None
-        placement = options[0] if len(options) == 1 else _better(*options)
+        placement = options[0] if len(options) == 1 else better(*options)
         self._metrics.affinity.labels(placement.affinity).inc()
         own, decoder = pool.own.instance_id, placement.decoder.instance_id
         if placement.prefiller is None:
@@ -199,12 +199,12 @@ def absent_s(pool: WorkerPool) -> float:
     return since_s or math.inf
 
 
-def _better(whole: Placement, pair: Placement) -> Placement:
-    """Return the placement with the prompt cached, or the less loaded placement."""
+def better(whole: Placement, pair: Placement) -> Placement:
+    """Return the placement with the prompt cached, or the less loaded one: of a pair the busier worker counts."""
     if (whole.affinity == "hit") != (pair.affinity == "hit"):
         return whole if whole.affinity == "hit" else pair
     assert pair.prefiller is not None
-    return pair if prefer_pair(whole.decoder, pair.prefiller, pair.decoder) else whole
+    return pair if max(pair.prefiller.tokens, pair.decoder.tokens) < whole.decoder.tokens else whole
 
 
 def pick_decoder(candidates: Sequence[Worker], home: Worker | None = None) -> tuple[Worker, Affinity]:
@@ -213,19 +213,16 @@ def pick_decoder(candidates: Sequence[Worker], home: Worker | None = None) -> tu
     A worker with FREE_ITEMS requests and more outstanding tokens than LOAD_FACTOR times the mean is overloaded.
     `candidates` must not be empty.
     """
-    loads = {worker: outstanding(worker) for worker in candidates}
-    least = min(candidates, key=lambda one: (loads[one].tokens, loads[one].requests, one.instance_id))
+    least = min(candidates, key=lambda one: (one.tokens, one.requests, one.instance_id))
     if home is None:
         return least, "unknown"
-    share = LOAD_FACTOR * mean(load.tokens for load in loads.values())
-    if home is least or loads[home].requests < FREE_ITEMS or loads[home].tokens <= share:
+    if (
+        home is least
+        or home.requests < FREE_ITEMS
+        or home.tokens <= LOAD_FACTOR * mean(one.tokens for one in candidates)
+    ):
         return home, "hit"
     return least, "overloaded"
-
-
-def prefer_pair(single: Worker, prefill: Worker, decode: Worker) -> bool:
-    """Whether two instances should share a request that `single` could do alone: the busier of the two counts."""
-    return max(outstanding(prefill).tokens, outstanding(decode).tokens) < outstanding(single).tokens
 
 
 def pick_encoder(
@@ -239,9 +236,9 @@ def pick_encoder(
     keys = {worker: f"{content_hash}\0{worker.instance_id}".encode() for worker in candidates}
     ranked = sorted(candidates, key=lambda one: hashlib.blake2b(keys[one], digest_size=8).digest(), reverse=True)
     preferred = [worker for worker in ranked if worker.instance_id not in avoid] or ranked
-    num_items = {worker: outstanding(worker).items for worker in preferred}
-    bound = max(FREE_ITEMS, math.ceil(LOAD_FACTOR * (sum(num_items.values()) + 1) / len(preferred)))
-    chosen = next((worker for worker in preferred if num_items[worker] < bound), preferred[0])
+    num_items = sum(worker.items for worker in preferred)
+    bound = max(FREE_ITEMS, math.ceil(LOAD_FACTOR * (num_items + 1) / len(preferred)))
+    chosen = next((worker for worker in preferred if worker.items < bound), preferred[0])
     if chosen is ranked[0]:
         return chosen, "hit"
     return chosen, "avoided" if preferred[0] is not ranked[0] else "overloaded"
@@ -249,19 +246,5 @@ def pick_encoder(
 
 def imbalance(workers: Sequence[Worker]) -> float:
     """Return the load (items of encoders, else tokens) of a role's busiest worker over the mean; 1 without load."""
-    loads = [outstanding(one).items if one.record.role == "encoder" else outstanding(one).tokens for one in workers]
+    loads = [one.items if one.record.role == "encoder" else one.tokens for one in workers]
     return max(loads) / mean(loads) if any(loads) else 1.0
-
-
-def outstanding(worker: Worker) -> Load:
-    """Return the work that a worker may still have to do.
-
-    The worker's own count includes other proxies' requests but may be a heartbeat old; this proxy's count is exact.
-    Of items the result is the least number: the worker counts other proxies' items in requests.
-    """
-    own, record = worker.load, worker.record
-    return Load(
-        requests=max(own.requests, record.outstanding),
-        tokens=max(own.tokens, record.outstanding_tokens),
-        items=max(own.items, record.outstanding),
-    )

@@ -15,7 +15,7 @@ import zmq.asyncio
 from redis.exceptions import RedisError
 
 from broker.cluster.registry import HEARTBEAT_S, RECORD_TTL_S, Registry, incompatibility
-from broker.cluster.rpc import connection_id
+from broker.cluster.rpc import connection_id, life_id
 from common.errors import TriptychError
 from common.messages import Abort, FromWorker, Heartbeat, InstanceRecord, Placed, Role
 from common.telemetry import get_logger
@@ -80,7 +80,7 @@ class WorkerPool:
         self._context = context
         self._workers: dict[str, Worker] = {}
         self._listeners: dict[Worker, list[asyncio.Task[None]]] = {}
-        self._lost: dict[tuple[str, int], float] = {}  # lives with a broken connection: dead until then
+        self._lost: dict[str, float] = {}  # lives with a broken connection: dead until then
         self._tasks: set[asyncio.Task[None]] = set()
         self.seen: dict[str, InstanceRecord] = {}
         """All instances of the registry by id, proxies included, as of the last look."""
@@ -169,6 +169,7 @@ class WorkerPool:
         while True:
             for worker in list(self._workers.values()):
                 await worker.notify(Heartbeat())
+                await asyncio.sleep(0)  # a thousand take 25 ms
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _apply(self, found: dict[str, InstanceRecord]) -> None:
@@ -188,7 +189,7 @@ class WorkerPool:
         self._lost = {life: until_s for life, until_s in self._lost.items() if until_s > now_s}
         num_proxies = 1
         for record in found.values():
-            known = record.instance_id in self._workers or (record.instance_id, record.epoch) in self._lost
+            known = record.instance_id in self._workers or life_id(record.instance_id, record.epoch) in self._lost
             if record.role == "proxy":
                 num_proxies += record.instance_id != self.own.instance_id
             elif not known:
@@ -219,8 +220,10 @@ class WorkerPool:
             self.refused[record.instance_id] = why
             return
         self.refused.pop(record.instance_id, None)
-        identity = next(self._identities)
-        client = WatchedClient(self._context, record.requests_address, identity, self._listener.on_invalid)
+        life = life_id(record.instance_id, record.epoch)
+        client = WatchedClient(
+            self._context, record.requests_address, next(self._identities), self._listener.on_invalid, life
+        )
         worker = Worker(record, client)
         self._workers[record.instance_id] = worker
         self._listeners[worker] = [
@@ -250,9 +253,15 @@ class WorkerPool:
         await self._listener.on_gone(worker)
 
     async def _receive(self, worker: Worker) -> None:
+        """Hand on the worker's messages, until another process turns out to have the address."""
         while True:
             for _ in range(BURST_MESSAGES):  # waiting messages are received without a pause
-                await self._listener.on_message(worker, await worker.client.receive())
+                try:
+                    message = await worker.client.receive()
+                except TriptychError as error:
+                    log.warning("worker not there", worker=worker.instance_id, error=error.info.message)
+                    return await self._lose(worker)
+                await self._listener.on_message(worker, message)
             await asyncio.sleep(0)
 
     async def _watch_connection(self, worker: Worker) -> None:
@@ -260,7 +269,10 @@ class WorkerPool:
         if await worker.client.opened():
             self._background(self._admit())
             await worker.client.lost()
-        self._lost[worker.life] = time.monotonic() + RECORD_TTL_S + POLL_S
+        await self._lose(worker)
+
+    async def _lose(self, worker: Worker) -> None:
+        self._lost[worker.client.life] = time.monotonic() + RECORD_TTL_S + POLL_S
         await self._remove(worker)
 
     async def _admit(self) -> None:

@@ -9,9 +9,20 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from broker.cluster.registry import Registry
-from broker.cluster.rpc import WorkerServer
+from broker.cluster.rpc import WorkerServer, life_id
 from common.errors import ErrorInfo
-from common.messages import Encode, Encoded, FromWorker, Heartbeat, InstanceRecord, Role, Span, ToWorker
+from common.messages import (
+    Encode,
+    Encoded,
+    Failed,
+    FromWorker,
+    Generate,
+    Heartbeat,
+    InstanceRecord,
+    Role,
+    Span,
+    ToWorker,
+)
 
 if TYPE_CHECKING:
     from tests.proxy.fake_cluster import FakeCluster
@@ -28,7 +39,8 @@ class FakeWorker:
         self.proxies: list[bytes] = []
         self.errors: list[BaseException | None] = []
         self.alive = False
-        self.server = WorkerServer(cluster.context)
+        self.epoch = time.time_ns()
+        self.server = WorkerServer(cluster.context, life=life_id(instance_id, self.epoch))
         self.registry = Registry(cluster.redis, cluster.name)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -43,7 +55,7 @@ class FakeWorker:
         self.record = InstanceRecord(
             instance_id=self.id,
             role=self.role,
-            epoch=time.time_ns(),
+            epoch=self.epoch,
             model=self.cluster.info.name,
             **values,
         )
@@ -106,6 +118,9 @@ class FakeEncoder(FakeWorker):
     script: Callable[[Encode], ErrorInfo | str | None] = staticmethod(lambda message: None)
 
     async def handle(self, proxy: bytes, message: ToWorker) -> None:
+        if isinstance(message, Generate):
+            wrong = ErrorInfo("invalid_request", f"{self.id} is an encoder")
+            await self.reply(proxy, Failed(message.request_id, wrong, message.attempt))
         if not isinstance(message, Encode):
             return
         outcome = self.script(message)

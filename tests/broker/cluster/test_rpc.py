@@ -158,6 +158,21 @@ async def test_a_request_sent_before_the_worker_is_there_arrives(zmq_context: zm
     late.close(linger=0)
 
 
+async def test_another_process_at_a_workers_address_is_told_from_it(zmq_context: zmq.asyncio.Context) -> None:
+    server = WorkerServer(zmq_context, life="b@2")
+    for life, taken in (("a@1", False), ("b@1", False), ("b@2", True), ("", True)):
+        async with WorkerClient(zmq_context, server.address, "p", life=life) as client, asyncio.timeout(5):
+            await client.send(Heartbeat())
+            proxy, _ = await server.receive()
+            server.send(proxy, Tokens("r", 0, [1]))
+            if taken:
+                assert await client.receive() == Tokens("r", 0, [1])
+            else:
+                with pytest.raises(TriptychError, match=f"b@2 answers at .*, not {life}"):
+                    await client.receive()
+    server.close()
+
+
 async def test_hostile_bytes_are_counted_and_dropped(server: WorkerServer, zmq_context: zmq.asyncio.Context) -> None:
     raw = zmq_context.socket(zmq.DEALER)
     raw.connect(server.address)

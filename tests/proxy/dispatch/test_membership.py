@@ -62,6 +62,20 @@ async def test_a_worker_that_cannot_be_connected_to_gets_nothing_while_there_is_
         assert rig.count("retries_total", reason="decoder_gone") == 0
 
 
+async def test_a_worker_that_got_the_port_of_a_dead_one_is_not_taken_for_it(rig):
+    """The registry still has the dead one, at an address where an encoder would refuse its requests."""
+    await rig.cluster.decoders[0].die()
+    await rig.wait_for_workers()
+    later = rig.cluster.encoders[0]
+    dead = await rig.cluster.add_decoder(requests_address=later.server.address)
+    await rig.wait_for_workers()
+    waiting = asyncio.create_task(rig.chat())
+    await eventually(lambda: dead.id not in rig.service.pool._workers)
+    assert later.of(Generate)
+    await rig.cluster.add_decoder()
+    assert (await waiting).choices[0].message.content == "a red sign"
+
+
 async def test_requests_that_wait_are_spread_over_workers_that_are_found_together(serve, monkeypatch):
     """As after a restart of the proxy: of several connections one is the first."""
     monkeypatch.setattr("proxy.dispatch.worker_pool.TOGETHER_S", 1000.0)

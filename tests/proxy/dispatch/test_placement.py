@@ -8,7 +8,7 @@ from unittest.mock import Mock
 from common.messages import InputSlot, InstanceRecord, Role
 from common.sampling_params import SamplingParams
 from proxy.dispatch.jobs import CHUNK_TOKENS, MAX_CHUNKS, Job, cache_keys
-from proxy.dispatch.placement import AffinityMap, imbalance, pick_decoder, pick_encoder, prefer_pair
+from proxy.dispatch.placement import AffinityMap, Placement, better, imbalance, pick_decoder, pick_encoder
 from proxy.dispatch.worker import Load, Worker
 
 
@@ -63,10 +63,11 @@ def test_a_cached_prompt_goes_elsewhere_when_its_instance_has_over_its_share():
 
 
 def test_a_pair_takes_what_its_busier_half_has_less_of_than_a_whole_instance():
-    whole, idle, busy = _worker("pd", tokens=100), _worker("p", tokens=10), _worker("d", tokens=120)
-    assert prefer_pair(whole, idle, _worker("d", tokens=90))
-    assert not prefer_pair(whole, idle, busy)
-    assert not prefer_pair(whole, busy, idle)
+    whole, idle, busy = Placement(_worker("pd", tokens=100), "hit"), _worker("p", tokens=10), _worker("d", tokens=120)
+    pair = Placement(_worker("d", tokens=90), "hit", idle)
+    assert better(whole, pair) is pair
+    for decoder, prefiller in ((busy, idle), (idle, busy)):
+        assert better(whole, Placement(decoder, "hit", prefiller)) is whole
 
 
 def test_imbalance_is_the_busiest_over_the_mean():
