@@ -64,7 +64,7 @@ class Cluster:
         self.stack.enter_context(
             patch(
                 "proxy.dispatch.worker_pool.WatchedClient",
-                lambda _, where, name, __: SimulatedClient(self.network, where, name),
+                lambda _, where, name, __, life: SimulatedClient(self.network, where, name, life),
             )
         )
         config = tiny_config(**({"block_size": 2, "num_blocks": 12, "cache_rows": 3} | engine))

@@ -264,9 +264,9 @@ class SimulatedClient:
 
     connected = True
 
-    def __init__(self, network: Network, address: str, identity: str) -> None:
+    def __init__(self, network: Network, address: str, identity: str, life: str) -> None:
         self._connection = network.connect(address, identity)
-        self.address = address
+        self.address, self.life = address, life
 
     async def send(self, message: ToWorker) -> None:
         if not self._connection.closed:
