@@ -12,7 +12,7 @@ from common.messages import Abort, Encode, Encoded, InputNeeded, InputSlot
 from common.telemetry import get_logger
 from proxy.dispatch.context import DispatchContext
 from proxy.dispatch.jobs import Job, MediaItem
-from proxy.dispatch.placement import FREE_ITEMS, any_encodes, pick_encoder
+from proxy.dispatch.placement import FREE_ITEMS, any_encodes, outstanding, pick_encoder
 from proxy.dispatch.progress import Deadlines, Retries
 from proxy.dispatch.worker import Worker
 
@@ -240,7 +240,8 @@ class EncodeDispatcher:
         able = self._able(item)
         if encoder not in able:
             return False
-        if item.has_left or encoder.items <= CROWDED * min(other.items for other in able) + FREE_ITEMS:
+        least = min(outstanding(other).items for other in able)
+        if item.has_left or outstanding(encoder).items <= CROWDED * least + FREE_ITEMS:
             return True
         item.has_left = True
         return False

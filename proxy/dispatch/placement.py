@@ -15,7 +15,7 @@ from statistics import mean
 from typing import Final, Literal
 
 from common.messages import Placed, Role
-from proxy.dispatch.worker import Worker
+from proxy.dispatch.worker import Load, Worker
 from proxy.dispatch.worker_pool import WorkerPool
 from proxy.server.metrics import ProxyMetrics
 
@@ -204,7 +204,8 @@ def better(whole: Placement, pair: Placement) -> Placement:
     if (whole.affinity == "hit") != (pair.affinity == "hit"):
         return whole if whole.affinity == "hit" else pair
     assert pair.prefiller is not None
-    return pair if max(pair.prefiller.tokens, pair.decoder.tokens) < whole.decoder.tokens else whole
+    busier = max(outstanding(pair.prefiller).tokens, outstanding(pair.decoder).tokens)
+    return pair if busier < outstanding(whole.decoder).tokens else whole
 
 
 def pick_decoder(candidates: Sequence[Worker], home: Worker | None = None) -> tuple[Worker, Affinity]:
@@ -213,14 +214,12 @@ def pick_decoder(candidates: Sequence[Worker], home: Worker | None = None) -> tu
     A worker with FREE_ITEMS requests and more outstanding tokens than LOAD_FACTOR times the mean is overloaded.
     `candidates` must not be empty.
     """
-    least = min(candidates, key=lambda one: (one.tokens, one.requests, one.instance_id))
+    loads = {worker: outstanding(worker) for worker in candidates}
+    least = min(candidates, key=lambda one: (loads[one].tokens, loads[one].requests, one.instance_id))
     if home is None:
         return least, "unknown"
-    if (
-        home is least
-        or home.requests < FREE_ITEMS
-        or home.tokens <= LOAD_FACTOR * mean(one.tokens for one in candidates)
-    ):
+    share = LOAD_FACTOR * mean(load.tokens for load in loads.values())
+    if home is least or loads[home].requests < FREE_ITEMS or loads[home].tokens <= share:
         return home, "hit"
     return least, "overloaded"
 
@@ -236,9 +235,9 @@ def pick_encoder(
     keys = {worker: f"{content_hash}\0{worker.instance_id}".encode() for worker in candidates}
     ranked = sorted(candidates, key=lambda one: hashlib.blake2b(keys[one], digest_size=8).digest(), reverse=True)
     preferred = [worker for worker in ranked if worker.instance_id not in avoid] or ranked
-    num_items = sum(worker.items for worker in preferred)
-    bound = max(FREE_ITEMS, math.ceil(LOAD_FACTOR * (num_items + 1) / len(preferred)))
-    chosen = next((worker for worker in preferred if worker.items < bound), preferred[0])
+    num_items = {worker: outstanding(worker).items for worker in preferred}
+    bound = max(FREE_ITEMS, math.ceil(LOAD_FACTOR * (sum(num_items.values()) + 1) / len(preferred)))
+    chosen = next((worker for worker in preferred if num_items[worker] < bound), preferred[0])
     if chosen is ranked[0]:
         return chosen, "hit"
     return chosen, "avoided" if preferred[0] is not ranked[0] else "overloaded"
@@ -246,5 +245,19 @@ def pick_encoder(
 
 def imbalance(workers: Sequence[Worker]) -> float:
     """Return the load (items of encoders, else tokens) of a role's busiest worker over the mean; 1 without load."""
-    loads = [one.items if one.record.role == "encoder" else one.tokens for one in workers]
+    loads = [outstanding(one).items if one.record.role == "encoder" else outstanding(one).tokens for one in workers]
     return max(loads) / mean(loads) if any(loads) else 1.0
+
+
+def outstanding(worker: Worker) -> Load:
+    """Return the work that a worker may still have to do.
+
+    The worker's own count includes other proxies' requests but may be a heartbeat old; this proxy's count is exact.
+    Of items the result is the least number: the worker counts other proxies' items in requests.
+    """
+    own, record = worker.load, worker.record
+    return Load(
+        requests=max(own.requests, record.outstanding),
+        tokens=max(own.tokens, record.outstanding_tokens),
+        items=max(own.items, record.outstanding),
+    )

@@ -44,24 +44,6 @@ class Worker:
     def instance_id(self) -> str:
         return self.record.instance_id
 
-    @property
-    def requests(self) -> int:
-        """Requests that the worker may still have to do.
-
-        The worker's own count includes other proxies' but may be a heartbeat old; this proxy's count is exact.
-        """
-        return max(self.load.requests, self.record.outstanding)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens at most of these requests."""
-        return max(self.load.tokens, self.record.outstanding_tokens)
-
-    @property
-    def items(self) -> int:
-        """The least number of items to encode: the worker counts other proxies' items in requests."""
-        return max(self.load.items, self.record.outstanding)
-
     async def send(self, message: ToWorker) -> None:
         """Send without waiting. Raises TriptychError("unavailable") for a worker that is gone or takes no messages.
 
