@@ -147,11 +147,11 @@ def test_tensors_of_every_step_lie_in_the_buffers_made_at_start(request: pytest.
     runner, seen = engine.runner, set[int]()
     embed, forward, start = runner.model.embed, runner.model.forward, runner.buffers.staging._target
 
-    def watched(embeddings: Any, positions: Any, attention: Any, rows: Any = None) -> Any:
+    def watched(embeddings: Any, positions: Any, attention: Any) -> Any:
         for tensor in (positions, attention.slot_mapping):
             assert 0 <= tensor.data_ptr() - start.data_ptr() < start.nbytes
         seen.add(len(embeddings))
-        return forward(embeddings, positions, attention, rows)
+        return forward(embeddings, positions, attention)
 
     def watched_embed(input_ids: torch.Tensor) -> torch.Tensor:
         assert 0 <= input_ids.data_ptr() - start.data_ptr() < start.nbytes
