@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -57,19 +58,28 @@ class Reference:
     def __init__(self, folder: Path | str) -> None:
         self.info = load_model_info(str(folder))
         logging.set_verbosity_error()
-        self.model: Any = _LOADERS[self.info.family.name].from_pretrained(self.info.folder, dtype=torch.float32).eval()
         self._processor: Any = None
+
+    @cached_property
+    def model(self) -> Any:
+        return _LOADERS[self.info.family.name].from_pretrained(self.info.folder, dtype=torch.float32).eval()
 
     @torch.inference_mode()
     def generate(
         self, prompt: Sequence[int], max_tokens: int, media: Sequence[Image.Image | npt.NDArray[np.float32]] = ()
     ) -> list[int]:
         """The tokens that follow a prompt with one placeholder token per picture or clip."""
-        expand = self._expand_clips if self.info.media_kind == "audio" else self._expand
-        inputs = expand(list(prompt), media) if media else {"input_ids": torch.tensor([list(prompt)])}
+        inputs = self.inputs(prompt, media)
         mask = torch.ones_like(inputs["input_ids"])
         out = self.model.generate(**inputs, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False)
         return self.strip(out[0, inputs["input_ids"].shape[1] :].tolist())
+
+    def inputs(
+        self, prompt: Sequence[int], media: Sequence[Image.Image | npt.NDArray[np.float32]] = ()
+    ) -> dict[str, torch.Tensor]:
+        """Of the model, for a prompt with one placeholder token per picture or clip."""
+        expand = self._expand_clips if self.info.media_kind == "audio" else self._expand
+        return expand(list(prompt), media) if media else {"input_ids": torch.tensor([list(prompt)])}
 
     @torch.inference_mode()
     def translate(self, encoder_prompt: Sequence[int], prompt: Sequence[int], max_tokens: int) -> list[int]:

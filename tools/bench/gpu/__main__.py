@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import pkgutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -21,19 +21,24 @@ if TYPE_CHECKING:
 BENCHMARKS: Final = {
     "decode": "steps:measure_decode",
     "prefill": "steps:measure_prefill",
+}
+"""Functions of this package by name; the most important come first."""
+LOADS: Final = {
     "serving": "serving:measure",
     "gaps": "loads:measure_gaps",
     "window": "loads:measure_window",
 }
-"""Functions of this package by name; the most important come first."""
+"""The same, of clusters: they are measured one after the other on one cluster of each system."""
+EVERYTHING: Final = (*BENCHMARKS, *LOADS)
 BEGIN, END = "<!-- measured on a GPU: begin -->", "<!-- measured on a GPU: end -->"
 """The marks of a page between which `--write` writes."""
 
 
 def main(
-    names: Annotated[list[str] | None, typer.Argument(help=f"Of {', '.join(BENCHMARKS)}; all by default.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(help=f"Of {', '.join(EVERYTHING)}; all by default.")] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     toy: Annotated[bool, typer.Option(help="Tiny models and loads: does it run? Its figures mean nothing.")] = False,
+    system: Annotated[list[str] | None, typer.Option(help="Of clusters, as 1e1pd; by default all.")] = None,
     repetitions: Annotated[int, typer.Option(min=1)] = 5,
     note: Annotated[list[str] | None, typer.Option(help="A sentence about this run, for the page.")] = None,
     write: Annotated[Path | None, typer.Option(help="A page to write into, between its marks.")] = None,
@@ -44,30 +49,47 @@ def main(
 
     from tools.bench import report
     from tools.bench.gpu.figures import HEADER
-    from tools.bench.gpu.setup import Setup, attempted, measure_limits
+    from tools.bench.gpu.setup import Setup, measure_limits
 
-    unknown = set(names or ()) - BENCHMARKS.keys()
-    if unknown:
-        raise typer.BadParameter(f"no benchmark {', '.join(sorted(unknown))}; there are: {', '.join(BENCHMARKS)}")
+    if unknown := set(names or ()).difference(EVERYTHING):
+        raise typer.BadParameter(f"no benchmark {', '.join(sorted(unknown))}; there are: {', '.join(EVERYTHING)}")
     limits, figures = measure_limits(torch.device(device), toy=toy)
     if device == "cuda":
         torch.cuda.empty_cache()  # workers that a benchmark starts find their share free
     print(report.markdown(HEADER, [figure.cells() for figure in figures]), flush=True)
-    for name in names or BENCHMARKS:
-        with tempfile.TemporaryDirectory() as folder:
-            setup = Setup(torch.device(device), limits, Path(folder), toy, repetitions)
-            for figure in attempted(name, "all of it", measure, name, setup):
-                figures.append(figure)
-                print(report.row(figure.cells()), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        setup = Setup(torch.device(device), limits, Path(folder), toy, repetitions, tuple(system or ()))
+        for figure in measure(names or EVERYTHING, setup):
+            figures.append(figure)
+            print(report.row(figure.cells()), flush=True)
     if write is not None:
         table = report.markdown(HEADER, [figure.cells() for figure in figures])
         report.write_into(write, report.page([table], None, note or [], datetime.now(UTC).date()), BEGIN, END)
     raise typer.Exit(int(any(figure.failed for figure in figures)))
 
 
-def measure(name: str, setup: Setup) -> Iterator[Figure]:
-    """Yield the figures of a benchmark. Imported here: that a module cannot be imported is its own failure."""
-    yield from pkgutil.resolve_name(f"tools.bench.gpu.{BENCHMARKS[name]}")(setup)
+def measure(names: Sequence[str], setup: Setup) -> Iterator[Figure]:
+    """Yield the figures of benchmarks. Their modules are imported here: one that cannot be is a failure of its own."""
+    from tools.bench.gpu.setup import attempted
+
+    for name in (name for name in names if name in BENCHMARKS):
+        yield from attempted(name, "all of it", _measure_alone, name, setup)
+    if loads := [name for name in names if name in LOADS]:
+        yield from attempted("serving", "all of it", _measure_loads, loads, setup)
+
+
+def _measure_alone(name: str, setup: Setup) -> Iterator[Figure]:
+    yield from _function(BENCHMARKS[name])(setup)
+
+
+def _measure_loads(names: Sequence[str], setup: Setup) -> Iterator[Figure]:
+    from tools.bench.gpu.serving import on_systems
+
+    yield from on_systems(setup, {name: _function(LOADS[name]) for name in names})
+
+
+def _function(path: str) -> Any:
+    return pkgutil.resolve_name(f"tools.bench.gpu.{path}")
 
 
 if __name__ == "__main__":

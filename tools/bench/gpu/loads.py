@@ -7,7 +7,6 @@ import asyncio
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -17,30 +16,18 @@ from tools.bench.gpu.figures import Figure, durations, rate
 from tools.bench.gpu.setup import Setup, noise_image
 from tools.bench.gpu.steps import least_step_s
 from tools.bench.interference import Phase, StreamLoad
-from tools.gpu_check.shapes import Shape, qwen2_5_vl_3b
 
 SIDES: Final = {"4k": 2880, "8k": 5760}
 """Of squares with as many pixels as 3840 x 2160 and 7680 x 4320."""
-ALL_PIXELS: Final = 16384 * 28 * 28
-"""Of a picture, as Qwen's own preprocessor has it: an 8k picture is scaled down to them."""
-IN_FLIGHT, SECONDS = 8, 30.0
+IN_FLIGHT, SECONDS = 8, 15.0
 """Streams of text, and requests with a picture; seconds of each load."""
 USERS, TURNS, WINDOW = 30, 8, 5
 TOY_SIDES: Final = {"56-pixel": 56}
 TOY_IN_FLIGHT, TOY_SECONDS, TOY_USERS, TOY_TURNS = 1, 0.2, 2, 2
 
 
-def measure_gaps(setup: Setup) -> Iterator[Figure]:
+def measure_gaps(setup: Setup, folder: Path, url: str) -> Iterator[Figure]:
     """Yield the gaps between tokens of text streams, alone and beside pictures of 4k and 8k."""
-    yield from serving.on_systems("gaps", setup, setup.model(_with_all_pixels), _gaps)
-
-
-def _with_all_pixels(*, toy: bool) -> Shape:
-    shape = qwen2_5_vl_3b(toy=toy)
-    return shape if toy else replace(shape, preprocessor={**shape.preprocessor, "max_pixels": ALL_PIXELS})
-
-
-def _gaps(setup: Setup, folder: Path, url: str) -> Iterator[Figure]:
     in_flight, seconds = (TOY_IN_FLIGHT, TOY_SECONDS) if setup.toy else (IN_FLIGHT, SECONDS)
     least_s = least_step_s(setup.limits, folder, setup.dtype, in_flight)
 
@@ -56,12 +43,8 @@ def _gaps(setup: Setup, folder: Path, url: str) -> Iterator[Figure]:
         yield durations("gaps", f"text beside {name} pictures", asyncio.run(stream(side)), least_s)
 
 
-def measure_window(setup: Setup) -> Iterator[Figure]:
+def measure_window(setup: Setup, folder: Path, url: str) -> Iterator[Figure]:
     """Yield TTFT and TPOT of users who ask about their last five pictures: of first turns all are new, then one is."""
-    yield from serving.on_systems("window", setup, setup.model(qwen2_5_vl_3b), _window)
-
-
-def _window(setup: Setup, folder: Path, url: str) -> Iterator[Figure]:
     users, turns = (TOY_USERS, TOY_TURNS) if setup.toy else (USERS, TURNS)
     tokens, side = (serving.TOY_TOKENS, serving.TOY_SIDE) if setup.toy else (serving.TOKENS, serving.SIDE)
     first, later, rng = list[Outcome](), list[Outcome](), random.Random(0)

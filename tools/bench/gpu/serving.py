@@ -10,7 +10,7 @@ import asyncio
 import os
 import random
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from tools.bench.gpu.setup import Setup, attempted, noise_image
 from tools.bench.gpu.steps import least_step_s
 from tools.bench.systems import share_of
 from tools.bench.workloads import BenchRequest
-from tools.gpu_check.shapes import qwen2_5_vl_3b
+from tools.gpu_check.shapes import Shape, qwen2_5_vl_3b
 
 SYSTEMS: Final = ("1e1pd", "1epd", "1e1pd with MPS")
 """A topology each. A single process has nobody to share the GPU with by MPS."""
@@ -34,6 +34,8 @@ IN_FLIGHT, PROBES, REQUESTS, TOKENS, SIDE = 4, 4, 100, 16, 448
 """At least so many requests, and as many probes beside them: fewer have no 99th percentile. So many of each are under
 way: a single probe at a time would take five times as long to have as many answers."""
 MEMORY_FRACTION: Final = 0.85
+ALL_PIXELS: Final = 16384 * 28 * 28
+"""Of a picture, as Qwen's own preprocessor has it: an 8k picture is scaled down to them."""
 TOY_SYSTEMS: Final = ("1e1pd",)
 TOY_PICTURES, TOY_REQUESTS, TOY_TOKENS, TOY_SIDE = (1,), 2, 4, 56
 START_TIMEOUT_S: Final = 120.0
@@ -44,20 +46,21 @@ Measure = Callable[[Setup, Path, str], Iterator[Figure]]
 _WORDS: Final = ["tell", "me", "what", "is", "on", "the", "signs", "and", "how", "many", "of", "them", "there", "are"]
 
 
-def measure(setup: Setup) -> Iterator[Figure]:
-    """Yield for each system TTFT and TPOT of probes alone, of requests with 1, 4 and 8 pictures, and of probes beside
-    them."""
-    yield from on_systems("serving", setup, setup.model(qwen2_5_vl_3b), _measure_loads)
+def on_systems(setup: Setup, loads: Mapping[str, Measure]) -> Iterator[Figure]:
+    """Yield the figures of all loads, by benchmark, on one cluster of each system in turn; the case begins with the
+    system's name."""
+    folder = setup.model(with_all_pixels)
+    for system in TOY_SYSTEMS if setup.toy else setup.systems or SYSTEMS:
+        yield from attempted("serving", f"{system}, all of it", _on_system, setup, folder, system, loads)
 
 
-def on_systems(benchmark: str, setup: Setup, folder: Path, measure: Measure) -> Iterator[Figure]:
-    """Yield a benchmark's figures of each system in turn, with the model of a folder; the case begins with the name."""
-    for system in TOY_SYSTEMS if setup.toy else SYSTEMS:
-        for figure in attempted(benchmark, "all of it", _on_system, setup, folder, system, measure):
-            yield replace(figure, benchmark=benchmark, case=f"{system}, {figure.case}")
+def with_all_pixels(*, toy: bool) -> Shape:
+    """Return the shape whose preprocessor takes pictures of 4k and 8k, as Qwen's own does."""
+    shape = qwen2_5_vl_3b(toy=toy)
+    return shape if toy else replace(shape, preprocessor={**shape.preprocessor, "max_pixels": ALL_PIXELS})
 
 
-def _on_system(setup: Setup, folder: Path, system: str, measure: Measure) -> Iterator[Figure]:
+def _on_system(setup: Setup, folder: Path, system: str, loads: Mapping[str, Measure]) -> Iterator[Figure]:
     topology, _, mps = system.partition(" with ")
     share = share_of(setup.device, MEMORY_FRACTION)
     engine = EngineConfig(load_format="dummy", max_num_batched_tokens=2048, **share)
@@ -68,8 +71,9 @@ def _on_system(setup: Setup, folder: Path, system: str, measure: Measure) -> Ite
     ):
         attention = of_cluster(cluster, setup.device)
         asyncio.run(_load(setup, cluster.base_url, 1, 1))  # warms up
-        for figure in measure(setup, folder, cluster.base_url):
-            yield attention.beside(figure)
+        for name, measure in loads.items():
+            for figure in attempted(name, "all of it", measure, setup, folder, cluster.base_url):
+                yield attention.beside(replace(figure, benchmark=name, case=f"{system}, {figure.case}"))
 
 
 @contextmanager
@@ -90,7 +94,8 @@ def mps_daemon(folder: Path) -> Iterator[None]:
             del os.environ[name]
 
 
-def _measure_loads(setup: Setup, folder: Path, url: str) -> Iterator[Figure]:
+def measure(setup: Setup, folder: Path, url: str) -> Iterator[Figure]:
+    """Yield TTFT and TPOT of probes alone, of requests with 1, 4 and 8 pictures, and of probes beside them."""
     tpot_s = least_step_s(setup.limits, folder, setup.dtype, IN_FLIGHT + PROBES)
     requests, counts = (TOY_REQUESTS, TOY_PICTURES) if setup.toy else (REQUESTS, PICTURES)
     alone = asyncio.run(_load(setup, url, 0, requests))

@@ -50,7 +50,7 @@ class Setup:
     """The parameters of a benchmark.
 
     `toy` shrinks models and loads until a CPU is through in seconds; the figures then mean nothing. `folder` is for
-    model folders and goes when the benchmark is over.
+    model folders and goes when the benchmark is over. `systems` are those of `serving`, all where there are none.
     """
 
     device: torch.device
@@ -58,6 +58,7 @@ class Setup:
     folder: Path
     toy: bool = False
     repetitions: int = 5
+    systems: tuple[str, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:

@@ -14,6 +14,7 @@ import torch
 from common.model_info import load_model_info
 from engine.core.decoder_engine import DecoderEngine
 from engine.models.base import DecoderModel
+from engine.models.loading.skeleton import without_memory
 from engine.models.registry import make_decoder as make_decoder_of
 from tools.bench.gpu.attention import of_decoder
 from tools.bench.gpu.engines import WARM_UP_TOKENS, Driver, endless, make_decoder, random_prompt
@@ -99,7 +100,8 @@ def weight_bytes(engine: DecoderEngine) -> int:
 def least_step_s(limits: Limits, folder: Path, dtype: torch.dtype, batch: int) -> float:
     """Return the least that a decode step of a model can take in any engine: its weights once, keys and values left
     out."""
-    size_bytes = _read_bytes(make_decoder_of(load_model_info(str(folder))).to(dtype))
+    with without_memory():
+        size_bytes = _read_bytes(make_decoder_of(load_model_info(str(folder))).to(dtype))
     return limits.least_s(size_bytes, 2.0 * batch * size_bytes / dtype.itemsize)
 
 

@@ -7,6 +7,7 @@ import os
 import pkgutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +51,6 @@ CASES = {
     "window": 5,
 }
 """How many figures each makes."""
-CLUSTERS = ("serving", "gaps", "window")
 
 
 @pytest.fixture
@@ -58,23 +58,28 @@ def setup(tmp_path: Path) -> Setup:
     return Setup(CPU, LIMITS, tmp_path, toy=True, repetitions=2)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.cluster] * (name in CLUSTERS)) for name in bench.BENCHMARKS]
-)
+@pytest.mark.parametrize("name", bench.BENCHMARKS)
 def test_a_benchmark_measures(name: str, setup: Setup) -> None:
     before = engines()
-    figures = list(bench.measure(name, setup))
+    check_figures(list(bench.measure([name], setup)), [name])
     assert engines() <= before, "the next one in this process would have less memory"
+
+
+@pytest.mark.cluster
+def test_loads_are_measured_on_one_cluster(setup: Setup) -> None:
+    check_figures(list(bench.measure([*bench.LOADS], setup)), [*bench.LOADS])
+
+
+def check_figures(figures: list[Figure], names: list[str]) -> None:
     assert [figure.beside for figure in figures if figure.failed] == []
-    assert len(figures) == CASES[name]
-    assert len({(figure.case, figure.unit) for figure in figures}) == len(figures)
+    assert Counter(figure.benchmark for figure in figures) == {name: CASES[name] for name in names}
+    assert len({(figure.benchmark, figure.case, figure.unit) for figure in figures}) == len(figures)
     for figure in figures:
-        assert figure.benchmark == name
         assert 0 < figure.low <= figure.value <= figure.high
         assert (figure.limit is None) == (figure.share is None)
         assert (figure.limit is None) == ("TTFT" in figure.case or figure.unit == "turns/s")
         is_small = figure.case.startswith("batch 1,")
-        assert (figure.goal is not None) == (name == "prefill" or is_small), figure.case
+        assert (figure.goal is not None) == (figure.benchmark == "prefill" or is_small), figure.case
         assert figure.attention
         assert len(figure.cells()) == len(HEADER)
 
@@ -169,7 +174,7 @@ def test_mps_runs_for_the_processes_that_start_meanwhile(tmp_path: Path, monkeyp
 
 
 def test_large_pictures_keep_all_pixels_of_qwens_own_preprocessor() -> None:
-    assert loads._with_all_pixels(toy=False).preprocessor["max_pixels"] == 16384 * 28 * 28
+    assert serving.with_all_pixels(toy=False).preprocessor["max_pixels"] == 16384 * 28 * 28
     assert {name: side**2 for name, side in loads.SIDES.items()} == {"4k": 3840 * 2160, "8k": 7680 * 4320}
 
 
