@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 CACHE = Path(__file__).parents[1] / ".cache" / "debian"
 TIMEOUT_S = 120.0
 
@@ -41,6 +43,14 @@ def unpacked(*packages: str) -> Path:
         if not folder.exists():  # two may have begun at once
             root.rename(folder)
     return folder
+
+
+def program_or_skip(package: str, path: str) -> Path:
+    """Return a program of one package by its path; skip the test, with the reason, where it cannot be had."""
+    try:
+        return unpacked(package) / path
+    except Unavailable as reason:
+        pytest.skip(str(reason))
 
 
 def _run(command: Sequence[str], folder: Path) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from tests import debian
 
 DOCS = Path(__file__).parents[2] / "docs"
 BOARD, ALERTS = DOCS / "observability" / "grafana.json", DOCS / "observability" / "alerts.yaml"
@@ -60,14 +61,13 @@ def test_every_alert_says_what_is_wrong_and_what_to_do() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_prometheus_takes_the_alerts_and_the_boards_expressions(tmp_path: Path) -> None:
-    tool = shutil.which("promtool")
-    if tool is None:
-        pytest.skip("promtool is missing: apt-get install prometheus")
+    tool = debian.program_or_skip("prometheus", "usr/bin/promtool")
     queries = [target["expr"].replace("$__rate_interval", "5m") for panel in panels() for target in panel["targets"]]
     board = tmp_path / "board.yaml"
     recorded = [{"record": f"board:{number}", "expr": query} for number, query in enumerate(queries)]
     board.write_text(yaml.safe_dump({"groups": [{"name": "board", "rules": recorded}]}))
     for file in (ALERTS, board):
-        result = subprocess.run([tool, "check", "rules", str(file)], capture_output=True, text=True, check=False)
+        result = subprocess.run([str(tool), "check", "rules", str(file)], capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stdout + result.stderr

@@ -21,14 +21,6 @@ scrape_configs:
 """
 
 
-def prometheus() -> Path:
-    """Debian's own. Skips the test where it cannot be had."""
-    try:
-        return debian.unpacked("prometheus") / "usr" / "bin" / "prometheus"
-    except debian.Unavailable as reason:
-        pytest.skip(str(reason))
-
-
 def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
@@ -38,7 +30,7 @@ def free_port() -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_prometheus_reads_all_instances_and_discovers_each(serve, tmp_path: Path):
-    program = prometheus()
+    program = debian.program_or_skip("prometheus", "usr/bin/prometheus")
     async with worker(TEXT) as (good, _), serve(encoders=0, decoders=0) as rig, httpx.AsyncClient() as http:
         await rig.cluster.add_decoder(http_address=good)
         await rig.wait_for_workers()
