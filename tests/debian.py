@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 CACHE = Path(__file__).parents[1] / ".cache" / "debian"
 TIMEOUT_S = 120.0
@@ -31,6 +32,13 @@ def unpacked(*packages: str) -> Path:
     if missing:
         raise Unavailable(f"{packages[0]} is taken from Debian's packages, and there is no {missing[0]} here")
     CACHE.mkdir(parents=True, exist_ok=True)
+    with FileLock(CACHE / "lock"):  # so has apt-get, but does not wait
+        if not folder.exists():
+            _unpack(packages, folder)
+    return folder
+
+
+def _unpack(packages: Sequence[str], folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
         downloads, root = Path(scratch, "debs"), Path(scratch, "root")
         downloads.mkdir()
@@ -40,9 +48,7 @@ def unpacked(*packages: str) -> Path:
         _run([*get, "download", *packages], downloads)
         for package in downloads.glob("*.deb"):
             _run(["dpkg-deb", "--extract", str(package), str(root)], downloads)
-        if not folder.exists():  # two may have begun at once
-            root.rename(folder)
-    return folder
+        root.rename(folder)
 
 
 def program_or_skip(package: str, path: str) -> Path:
