@@ -58,12 +58,13 @@ def positions_of(step: ScheduledStep, inputs: StepInputs, *, uses_mrope: bool) -
     token."""
     if not uses_mrope:
         return inputs.positions
-    starts = inputs.query_start_loc.tolist()
-    for sequence, start, end in zip(step.sequences, starts, starts[1:], strict=False):
-        request, first, own = sequence.request, sequence.num_computed_tokens, inputs.axes[:, start:end]
-        np.add(inputs.positions[start:end], request.mrope_end - len(request.prompt), out=own)
-        known = request.mrope_positions[:, first : first + end - start]
-        own[:, : known.shape[1]] = known
+    offsets = [sequence.request.mrope_end - len(sequence.request.prompt) for sequence in step.sequences]
+    np.add(inputs.positions, np.repeat(offsets, step.num_tokens), out=inputs.axes)
+    for sequence, start, count in zip(step.sequences, inputs.query_start_loc.tolist(), step.num_tokens, strict=False):
+        first, grid = sequence.num_computed_tokens, sequence.request.mrope_positions
+        if first < grid.shape[1]:
+            known = grid[:, first : first + count]
+            inputs.axes[:, start : start + known.shape[1]] = known
     return inputs.axes
 
 

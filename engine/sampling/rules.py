@@ -231,7 +231,7 @@ def _penalise_output(scores: torch.Tensor, rows: Sequence[_RuledRow]) -> None:
 def _forbid(scores: torch.Tensor, rows: Sequence[_RuledRow]) -> None:
     named = [(row.number, ids) for row in rows for ids in row.state.forbidden(row.sequence)]
     if named:
-        scores[_locate(scores, named)] = -torch.inf
+        scores[_locate(scores, named)] = scores.new_full((), -torch.inf)  # a number would be copied, with a wait
 
 
 def _locate(scores: torch.Tensor, named: Sequence[tuple[int, IntArray]]) -> tuple[torch.Tensor, torch.Tensor]:

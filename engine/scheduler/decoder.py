@@ -20,8 +20,23 @@ from engine.scheduler.pace import PrefillPace
 from engine.state.inputs import InputBuffers, ScheduledStep
 from engine.state.request import InputState, Request, Sequence
 
-Chosen = dict[str, list[tuple[Sequence, int]]]
-"""Tokens chosen for the step, by request id."""
+
+class Chosen:
+    """Tokens chosen for the step, by request id, and their sums: each request of hundreds asks for these."""
+
+    def __init__(self) -> None:
+        self.pairs: dict[str, list[tuple[Sequence, int]]] = {}
+        self.num_tokens = self.num_decodes = 0
+
+    def add(self, request: Request, sequence: Sequence, count: int) -> None:
+        self.pairs.setdefault(request.request_id, []).append((sequence, count))
+        self.num_tokens += count
+        self.num_decodes += count == 1
+
+    def remove(self, request: Request) -> None:
+        for _, count in self.pairs.pop(request.request_id, ()):
+            self.num_tokens -= count
+            self.num_decodes -= count == 1
 
 
 class DecoderScheduler:
@@ -123,32 +138,28 @@ class DecoderScheduler:
 
     def schedule(self) -> ScheduledStep:
         """Return the next step, with blocks allocated; empty if no request can run."""
-        chosen: Chosen = {}
+        chosen = Chosen()
         self._num_ready = None
         preemptions = self.counters["preemptions"]
         for request in sorted(self.running, key=lambda request: (request.is_prefilling, request.order)):
             if self.held_back:
                 break  # nobody who comes later may take what it needs
-            if request in self.running:
+            if self.counters["preemptions"] == preemptions or request in self.running:
                 self._continue(request, chosen, self._budget(request, chosen))
         settled = self.counters["preemptions"] == preemptions and not self.held_back
         admitted = self._admit(chosen) if settled else []
-        batch = sorted((pair for pairs in chosen.values() for pair in pairs), key=lambda pair: pair[1] != 1)
+        batch = sorted((pair for pairs in chosen.pairs.values() for pair in pairs), key=lambda pair: pair[1] != 1)
         return ScheduledStep([s for s, _ in batch], [n for _, n in batch], admitted)
 
     def _budget(self, request: Request, chosen: Chosen) -> int:
         """Return the tokens that a request may take beside the chosen tokens: a prompt no more than the pace allows."""
-        counts = [count for pairs in chosen.values() for _, count in pairs]
-        left = self.token_budget - sum(counts)
-        num_decodes = counts.count(1)
-        if self.pace is None or not num_decodes or request.prefill_only:
+        left, num_decodes = self.token_budget - chosen.num_tokens, chosen.num_decodes
+        if self.pace is None or not num_decodes or request.prefill_only or not request.is_prefilling:
             return left
-        if request in self.running and not request.is_prefilling:
-            return left  # the next token of a stream
         if self._num_ready is None:
             self._num_ready = self._count_ready_tokens()
         limit = self.pace.limit(num_decodes, request.sequences[0].num_computed_tokens, self._num_ready)
-        return left if limit is None else min(left, limit - (sum(counts) - num_decodes))
+        return left if limit is None else min(left, limit - (chosen.num_tokens - num_decodes))
 
     def _count_ready_tokens(self) -> int:
         """Return the prompt tokens that could be computed now, of running requests and the first waiting ones."""
@@ -160,8 +171,7 @@ class DecoderScheduler:
 
     def _continue(self, request: Request, chosen: Chosen, budget: int) -> None:
         """Choose the next tokens of a running request; preempt the last requests if blocks are missing."""
-        room = self.token_budget - sum(count for pairs in chosen.values() for _, count in pairs)
-        for sequence, count in self._wanted(request, budget, room):
+        for sequence, count in self._wanted(request, budget, self.token_budget - chosen.num_tokens):
             if sequence.sequence_id not in self.blocks.tables:
                 self._begin_sibling(request, sequence)
                 continue  # how much is left to compute has just changed: it runs in the next step
@@ -170,14 +180,14 @@ class DecoderScheduler:
                 victim = max(self.running, key=lambda candidate: candidate.order)
                 if victim.has_unknown_tokens:
                     self.held_back = True
-                    chosen.pop(request.request_id, None)  # all of its sequences wait, or none
+                    chosen.remove(request)  # all of its sequences wait, or none
                     return
-                chosen.pop(victim.request_id, None)
+                chosen.remove(victim)
                 self.preempt(victim)
                 if victim is request:
                     return
             self.blocks.append(sequence.sequence_id, sequence.num_computed_tokens, end)
-            chosen.setdefault(request.request_id, []).append((sequence, count))
+            chosen.add(request, sequence, count)
 
     def _wanted(self, request: Request, budget: int, room: int) -> list[tuple[Sequence, int]]:
         """Return the runnable tokens of each sequence within the budget. Beams take the last step together.
@@ -317,7 +327,7 @@ class DecoderScheduler:
             if victim.has_unknown_tokens:
                 self.held_back = True
                 return False
-            chosen.pop(victim.request_id, None)
+            chosen.remove(victim)
             self.preempt(victim)
         return True
 
@@ -330,7 +340,7 @@ class DecoderScheduler:
         a sender counts on it, and has no need of anything else here to come to its end.
         """
         wanted = request.num_handoff_tokens + 1 - len(self.cache_lookup.prefix(request)) * self.blocks.block_size
-        if self._is_held_up(request) or not self._find_place(request, wanted, {}):
+        if self._is_held_up(request) or not self._find_place(request, wanted, Chosen()):
             return False
         self._allocate(request, wanted)
         self.reserved.append(request)

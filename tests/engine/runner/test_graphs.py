@@ -350,8 +350,9 @@ def hide_tokens(engine: DecoderEngine) -> None:
 @pytest.mark.parametrize("make", [eager, recorded])
 def test_tokens_that_only_the_device_knows_are_read_there(tiny_vision: ModelInfo, make: Any, device: str) -> None:
     jobs = mixed_jobs(tiny_vision)
-    expected = run_staggered(eager(tiny_vision, device=device, dtype="float32"), jobs).tokens
-    engine = make(tiny_vision, device=device, dtype="float32", num_blocks=16, preemption="recompute")
+    options: dict[str, Any] = {"device": device, "dtype": "float32", "async_scheduling": False}
+    expected = run_staggered(eager(tiny_vision, **options), jobs).tokens
+    engine = make(tiny_vision, **options, num_blocks=16, preemption="recompute")
     hide_tokens(engine)
     got = run_staggered(engine, jobs)
     assert engine.stats()["recomputed_tokens_total"] > 0  # tokens that were unknown once are read again
