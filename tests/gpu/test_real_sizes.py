@@ -120,8 +120,8 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Known:
 
 def test_a_vision_language_model_answers_as_transformers(qwen: Known) -> None:
     llm = LLM(qwen.folder, max_model_len=MODEL_LEN, **ENGINE, **fast_path.flashinfer_for("bfloat16"))
+    qwen.check_logprobs(logprobs(llm, qwen.cases))
     with as_planned(llm):
-        qwen.check_logprobs(logprobs(llm, qwen.cases))
         qwen.check_tokens([answer_all(llm, [case], MAX_TOKENS)[0] for case in qwen.cases])
         qwen.check_tokens(answer_all(llm, qwen.cases, MAX_TOKENS))
 
@@ -161,8 +161,8 @@ def whisper(tmp_path_factory: pytest.TempPathFactory) -> Known:
 
 def test_a_speech_model_answers_as_transformers(whisper: Known) -> None:
     llm = LLM(whisper.folder, **ENGINE, **fast_path.flashinfer_for("bfloat16"))
+    whisper.check_logprobs(logprobs(llm, whisper.cases))
     with as_planned(llm):
-        whisper.check_logprobs(logprobs(llm, whisper.cases))
         whisper.check_tokens(answer_all(llm, whisper.cases, MAX_TOKENS))
 
 
