@@ -42,7 +42,10 @@ def info(request: pytest.FixtureRequest) -> ModelInfo:
 
 
 def eager(info: ModelInfo, **options: Any) -> DecoderEngine:
-    return make_engine(info, **{"attention_backend": "torch", "num_blocks": 60, "enforce_eager": True, **options})
+    """On CUDA with a small share of the device: other tests run beside these."""
+    share = {"memory_fraction": 0.1} if options.get("device") == "cuda" else {}
+    usual = {"attention_backend": "torch", "num_blocks": 60, "enforce_eager": True}
+    return make_engine(info, **{**usual, **share, **options})
 
 
 def recorded(info: ModelInfo, **options: Any) -> DecoderEngine:

@@ -19,7 +19,7 @@ from tools.bench.interference import Phase, StreamLoad
 
 SIDES: Final = {"4k": 2880, "8k": 5760}
 """Of squares with as many pixels as 3840 x 2160 and 7680 x 4320."""
-IN_FLIGHT, SECONDS = 8, 15.0
+IN_FLIGHT, SECONDS = 8, 10.0
 """Streams of text, and requests with a picture; seconds of each load."""
 USERS, TURNS, WINDOW = 30, 8, 5
 TOY_SIDES: Final = {"56-pixel": 56}
