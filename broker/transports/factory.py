@@ -27,13 +27,7 @@ from broker.transports.cuda.runtime import CudaRuntime
 from broker.transports.cuda.sender import CudaConnection, CudaSender
 from broker.transports.nixl import agent as nixl_library
 from broker.transports.nixl.agent import NixlAgent
-from broker.transports.nixl.memory import (
-    MAX_TENSOR_BYTES,
-    RECEIVE_BYTES,
-    HostReceiveMemory,
-    NixlArena,
-    ReceiveMemory,
-)
+from broker.transports.nixl.memory import MAX_TENSOR_BYTES, RECEIVE_BYTES, HostReceiveMemory, NixlArena, ReceiveMemory
 from broker.transports.nixl.receiver import NixlReceiver
 from broker.transports.nixl.sender import SEND_BYTES, NixlConnection, NixlCudaConnection, NixlCudaSender
 from broker.transports.redis.receiver import RedisReceiver

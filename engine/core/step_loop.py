@@ -80,7 +80,8 @@ class StepLoop:
         self.in_flight: TokensInFlight | None = None
         """Tokens of a launched step that are not known yet."""
         self.last_step_tokens = 0
-        self._launched: ScheduledStep | None = None  # whose tokens are in flight
+        self._launched: tuple[ScheduledStep, float] | None = None  # whose tokens are in flight; seconds of its launch
+        self._waited_s = 0.0
         self.counters = {"steps": 0, "steps_ahead": 0, "surplus_tokens": 0, "recomputed_tokens": 0}
         self.counters |= {"requests_failed": 0}
 
@@ -89,7 +90,7 @@ class StepLoop:
 
         Returns whether there may be more to do even if nothing comes.
         """
-        began_s, was_in_flight = time.perf_counter(), self.in_flight is not None
+        began_s, was_in_flight, self._waited_s = time.perf_counter(), self.in_flight is not None, 0.0
         step = self._step_ahead() if self._ahead else self._step()
         again = True if was_in_flight and not step.sequences else self._make_room(step)
         self.end(*self._kv_exporter.report(step))
@@ -98,10 +99,18 @@ class StepLoop:
         return again
 
     def _observe(self, step: ScheduledStep, seconds: float) -> None:
-        """Tell the pace how long a step took: the last launched step, if this turn has only waited for that one."""
-        ended, self._launched = (step, None) if self.in_flight is None else (self._launched, step)
-        if self._scheduler.pace is not None and ended is not None and ended.sequences:
-            self._scheduler.pace.observe(ended, seconds)
+        """Tell the pace how long a step took: its launch and the wait for its tokens, in two turns if it ran ahead.
+
+        The rest of the second turn is the next step's: on a GPU a launch may take longer than what it launches.
+        """
+        launched, self._launched = self._launched, None
+        if self.in_flight is not None:
+            self._launched = step, seconds - self._waited_s
+            if launched is None:
+                return
+            step, seconds = launched[0], launched[1] + self._waited_s
+        if self._scheduler.pace is not None and step.sequences:
+            self._scheduler.pace.observe(step, seconds)
 
     # --- the two loops
 
@@ -233,7 +242,10 @@ class StepLoop:
             self._scheduler.held_back = False
         if in_flight is None:
             return
-        for new in self._decoding.collect(in_flight):
+        began_s = time.perf_counter()
+        tokens = self._decoding.collect(in_flight)
+        self._waited_s += time.perf_counter() - began_s
+        for new in tokens:
             if self._is_alive(new.sequence):
                 self._emit_token(new)
             else:

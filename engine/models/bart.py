@@ -12,14 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.model_info import ModelInfo
-from engine.models.base import (
-    AttentionContext,
-    CheckpointLayout,
-    DecoderModel,
-    Sources,
-    Zeros,
-    split_key_value,
-)
+from engine.models.base import AttentionContext, CheckpointLayout, DecoderModel, Sources, Zeros, split_key_value
 from engine.models.checkpoint import Checkpoint
 from engine.models.config import is_tied
 from engine.models.layers import Linear, activation

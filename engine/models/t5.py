@@ -10,13 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.model_info import ModelInfo
-from engine.models.base import (
-    AttentionContext,
-    CheckpointLayout,
-    DecoderModel,
-    Sources,
-    split_key_value,
-)
+from engine.models.base import AttentionContext, CheckpointLayout, DecoderModel, Sources, split_key_value
 from engine.models.checkpoint import Checkpoint
 from engine.models.layers import Linear, RMSNorm, activation
 from engine.state.bias import AttentionBias

@@ -16,12 +16,7 @@ from common.messages import MediaKind
 from common.text import whisper_prompt
 from common.text.processor import TextProcessor
 from proxy.api.logprobs import LogprobShapes
-from proxy.api.openai_types import (
-    ChatRequest,
-    Message,
-    TextPart,
-    parse,
-)
+from proxy.api.openai_types import ChatRequest, Message, TextPart, parse
 from proxy.api.prompts import job_of_pair, processed_prompts, sampling_within
 from proxy.api.speech import Speech, SpeechOptions
 from proxy.api.tools import CallDeltas, joined_text

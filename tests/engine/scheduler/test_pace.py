@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -106,3 +107,30 @@ def test_without_an_objective_steps_last_longer_as_prompts_wait(waiting_s: float
     pace.observe(ScheduledStep([SimpleNamespace(num_computed_tokens=1000)], [1000], []), 1000 * device.token_s)  # type: ignore[list-item]
     limit = pace.limit(4, 0, int(waiting_s / device.token_s))
     assert limit == pytest.approx((times - 1) * device.step_s(4, 0) / device.token_s, rel=0.02)
+
+
+@dataclass
+class SlowStart(Device):
+    """Takes as long to begin a step with prompts as for thousands of their tokens, as a GPU does."""
+
+    start_s: float = 0.03
+
+    def step_s(self, rows: int, tokens: int) -> float:
+        return super().step_s(rows, tokens) + (self.start_s if tokens else 0.0)
+
+
+@pytest.mark.parametrize("prompts", [(270, 20, 20), (270,), (4096,)], ids=str)
+def test_a_slow_start_is_not_taken_for_slow_tokens(prompts: tuple[int, ...]) -> None:
+    """Else prompts would be cut into chunks that all start slowly, and each would seem to say so once more."""
+    pace, device = PrefillPace(), SlowStart(fixed_s=0.003, row_s=0.0001, token_s=14e-6)
+    device.run(pace, 0, 270)
+    num_chunks, budget = [], 2048
+    for turn in range(60):
+        left, chunks = prompts[turn % len(prompts)], 0
+        while left:
+            device.run(pace, 4, 0)
+            chunk = min(left, pace.limit(4, 0, 600) or budget, budget)
+            device.run(pace, 4, chunk)
+            left, chunks = left - chunk, chunks + 1
+        num_chunks.append(chunks - math.ceil(prompts[turn % len(prompts)] / budget))
+    assert sum(num_chunks[10:]) <= 10, "fifty prompts in some sixty steps at most"
