@@ -26,13 +26,13 @@ surplus token. Both loops give the same tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from collections.abc import Sequence as ListOf
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from common.errors import ErrorInfo
 from common.messages import Failed
 from common.telemetry import get_logger
-from engine.core.decoding import BeamsEnded, Decoding, GenerationFailed, NewToken, Result, TokensInFlight
+from engine.core.decoding import BeamsEnded, Decoding, GenerationFailed, NewToken, TokensInFlight
 from engine.core.output_processor import OutputProcessor
 from engine.device.h2d import select_rows
 from engine.handoff.input_receiver import InputReceiver
@@ -103,21 +103,27 @@ class StepLoop:
 
         The rest of the second turn is the next step's: on a GPU a launch may take longer than what it launches.
         """
-        launched, self._launched = self._launched, None
-        if self.in_flight is not None:
-            self._launched = step, seconds - self._waited_s
-            if launched is None:
-                return
-            step, seconds = launched[0], launched[1] + self._waited_s
-        if self._scheduler.pace is not None and step.sequences:
-            self._scheduler.pace.observe(step, seconds)
+        before, self._launched = self._launched, (step, seconds - self._waited_s)
+        if self.in_flight is None:
+            before, self._launched = self._launched, None
+        if before is None or self._scheduler.pace is None or not before[0].sequences:
+            return
+        step, launch_s = before
+        works_meanwhile = self._runner.device.type != "cpu"
+        self._scheduler.pace.observe(step, launch_s + self._waited_s, launch_s if works_meanwhile else 0.0)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began_s = time.perf_counter()
+        yield
+        self._waited_s += time.perf_counter() - began_s
 
     # --- the two loops
 
     def _step(self) -> ScheduledStep:
         step = self._schedule()
         if step.sequences:
-            self._process(self._decoding.choose(self._run(step)))
+            self._choose(self._run(step))
         return step
 
     def _step_ahead(self) -> ScheduledStep:
@@ -131,7 +137,7 @@ class StepLoop:
         self.counters["steps_ahead"] += self.in_flight is not None
         if not self._decoding.can_run_ahead(output):
             self._collect()
-            self._process(self._decoding.choose(self._without_ended(output)))
+            self._choose(self._without_ended(output))
             return step
         launched = self._launch(output)
         self._collect(launched)
@@ -192,7 +198,9 @@ class StepLoop:
             self._cache_lookup.remember(request)
         return output
 
-    def _process(self, results: ListOf[Result]) -> None:
+    def _choose(self, output: StepOutput) -> None:
+        with self._waiting():
+            results = self._decoding.choose(output)
         for result in results:
             if isinstance(result, BeamsEnded):
                 messages = self._output.beams(result)
@@ -242,9 +250,8 @@ class StepLoop:
             self._scheduler.held_back = False
         if in_flight is None:
             return
-        began_s = time.perf_counter()
-        tokens = self._decoding.collect(in_flight)
-        self._waited_s += time.perf_counter() - began_s
+        with self._waiting():
+            tokens = self._decoding.collect(in_flight)
         for new in tokens:
             if self._is_alive(new.sequence):
                 self._emit_token(new)

@@ -437,7 +437,8 @@ def test_the_pace_hears_of_a_steps_own_launch_and_of_the_wait_for_it(
         clock_s[0] += 3.0
         return wait(batch)
 
-    def hear(step: ScheduledStep, seconds: float) -> None:
+    def hear(step: ScheduledStep, seconds: float, launch_s: float) -> None:
+        assert launch_s == 0.0, "a CPU does not work meanwhile"
         told.append((sum(step.num_tokens) > step.num_decodes, seconds))
 
     monkeypatch.setattr(step_loop, "time", SimpleNamespace(perf_counter=lambda: clock_s[0], monotonic=time.monotonic))

@@ -110,27 +110,40 @@ def test_without_an_objective_steps_last_longer_as_prompts_wait(waiting_s: float
 
 
 @dataclass
-class SlowStart(Device):
-    """Takes as long to begin a step with prompts as for thousands of their tokens, as a GPU does."""
+class Gpu(Device):
+    """Computes steps with prompts while they are launched, kernel by kernel, as long as that takes."""
 
-    start_s: float = 0.03
+    launch_s: float = 0.03
 
-    def step_s(self, rows: int, tokens: int) -> float:
-        return super().step_s(rows, tokens) + (self.start_s if tokens else 0.0)
+    def run(self, pace: PrefillPace, rows: int, tokens: int, context: int = 0) -> float:
+        counts = [1] * rows + ([tokens] if tokens else [])
+        sequences: list[Any] = [SimpleNamespace(num_computed_tokens=context + count) for count in counts]
+        launch_s = self.launch_s if tokens else 0.001
+        seconds = max(launch_s, self.step_s(rows, tokens))
+        pace.observe(ScheduledStep(sequences, counts, []), seconds, launch_s)
+        return seconds
 
 
 @pytest.mark.parametrize("prompts", [(270, 20, 20), (270,), (4096,)], ids=str)
-def test_a_slow_start_is_not_taken_for_slow_tokens(prompts: tuple[int, ...]) -> None:
-    """Else prompts would be cut into chunks that all start slowly, and each would seem to say so once more."""
-    pace, device = PrefillPace(), SlowStart(fixed_s=0.003, row_s=0.0001, token_s=14e-6)
+def test_a_slow_launch_is_not_taken_for_slow_tokens(prompts: tuple[int, ...]) -> None:
+    """Else prompts would be cut into chunks that are all launched as slowly, and each would seem to say so again."""
+    pace, device, budget = PrefillPace(), Gpu(fixed_s=0.003, row_s=0.0001, token_s=14e-6), 2048
     device.run(pace, 0, 270)
-    num_chunks, budget = [], 2048
+    surplus = 0
     for turn in range(60):
-        left, chunks = prompts[turn % len(prompts)], 0
+        left = prompts[turn % len(prompts)]
+        surplus -= math.ceil(left / budget)
         while left:
             device.run(pace, 4, 0)
             chunk = min(left, pace.limit(4, 0, 600) or budget, budget)
-            device.run(pace, 4, chunk)
-            left, chunks = left - chunk, chunks + 1
-        num_chunks.append(chunks - math.ceil(prompts[turn % len(prompts)] / budget))
-    assert sum(num_chunks[10:]) <= 10, "fifty prompts in some sixty steps at most"
+            assert device.run(pace, 4, chunk) <= 0.033
+            left, surplus = left - chunk, surplus + 1
+    assert surplus <= 3, "sixty prompts in hardly more steps than the budget asks for"
+
+
+def test_tokens_that_outlast_the_launch_keep_to_the_objective() -> None:
+    pace, device = PrefillPace(OBJECTIVE_S), Gpu(token_s=0.0002)
+    for _ in range(60):
+        device.run(pace, 4, 0)
+        seconds = device.run(pace, 4, pace.limit(4, 0, 0) or 512)
+    assert seconds == pytest.approx(OBJECTIVE_S, rel=0.1)
