@@ -1,7 +1,8 @@
 """`python -m tools.house.trace`: how many named functions and files one chat request with an image runs on `1e1pd`.
 
 Every process records the repository's functions that run while a flag file names a phase: `idle`, whose functions are
-left out of the count, and `request`, one streamed request. Comprehensions and lambdas do not count.
+left out of the count, and `request`, one streamed request. Comprehensions and lambdas do not count, nor do functions
+whose running depends on the processor.
 With --limits the exit status is 1 where a figure is over its limit.
 """
 
@@ -27,6 +28,13 @@ from tools.house.measure import show
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 RECORDER: Final = Path(__file__).with_name("recorder.py")
+BY_PROCESSOR: Final = (
+    "engine/attention/native_backend.py",
+    "engine/attention/torch_backend.py",
+    "engine/attention/visible.py",
+    "engine/native/",
+)
+"""Attention by our kernels, and by PyTorch where a processor has no AVX-512."""
 Functions = set[tuple[str, str]]
 """Pairs of a file and a qualified name."""
 
@@ -45,7 +53,7 @@ def main(
             request = _record(folder, "request", lambda: _ask(cluster.base_url, shade=90))
     total: Functions = set()
     for process, functions in sorted(request.items()):
-        own = functions - idle.get(process, set())
+        own = {pair for pair in functions - idle.get(process, set()) if not pair[0].startswith(BY_PROCESSOR)}
         total |= own
         if own:
             print(f"{len(own):5d} functions in {_num_files(own):3d} files   {process.partition(' ')[2][-70:]}")
