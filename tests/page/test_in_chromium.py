@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from PIL import Image
 
 from tests.launch.cli.serving import Serving
 from tests.page.conftest import LOCKED, Browser, served
 from tests.tiny_models import make_whisper
-from tests.video_files import moving, video_file
+from tests.video_files import video_file
 from tools.signpost.scenes import render
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(500)]
@@ -157,16 +158,16 @@ def test_a_pasted_picture_goes_along_and_the_copied_command_gets_the_same_answer
     assert json.loads(done.stdout)["choices"][0]["message"]["content"] == text, done.stderr
 
 
-def test_an_uploaded_video_is_answered_by_way_of_an_encoder(browser: Browser, cluster: Serving) -> None:
+def test_an_uploaded_video_of_a_sign_is_read(browser: Browser, cluster: Serving) -> None:
+    picture, text = _scene(3)
+    frame = np.asarray(Image.open(io.BytesIO(picture)).convert("RGB"))
     with browser.page(cluster.base_url) as page:
         page.wait_for_selector(".card[data-id=pd0][data-state=ready]")
-        video = {"name": "signs.mp4", "mimeType": "video/mp4", "buffer": video_file(moving(30))}
+        video = {"name": "signs.mp4", "mimeType": "video/mp4", "buffer": video_file(np.stack([frame] * 12))}
         page.set_input_files("#file-video", files=[video])
         page.wait_for_selector("#attached video")
         assert "signs.mp4" in page.inner_text("#attached")
-        assert _ask(page, "What does the sign say?")
-        assert page.inner_text("article:first-child .problem") == ""
-        page.wait_for_selector("#requests li.good")
+        assert _ask(page) == text
         rows = page.eval_on_selector_all("#stages .row", "rows => rows.map((row) => row.getAttribute('aria-label'))")
         assert {"encode", "handoff", "decode"} <= {row.split(" on ")[0] for row in rows}
 
