@@ -52,7 +52,9 @@ def _unpack(packages: Sequence[str], folder: Path) -> None:
 
 
 def program_or_skip(package: str, path: str) -> Path:
-    """Return a program of one package by its path; skip the test, with the reason, where it cannot be had."""
+    """Return a program, installed or of one package by its path; skip the test with the reason where there is none."""
+    if (installed := shutil.which(Path(path).name)) is not None:
+        return Path(installed)
     try:
         return unpacked(package) / path
     except Unavailable as reason:

@@ -99,18 +99,12 @@ class StepLoop:
         return again
 
     def _observe(self, step: ScheduledStep, seconds: float) -> None:
-        """Tell the pace how long a step took: its launch and the wait for its tokens, in two turns if it ran ahead.
-
-        The rest of the second turn is the next step's: on a GPU a launch may take longer than what it launches.
-        """
-        before, self._launched = self._launched, (step, seconds - self._waited_s)
-        if self.in_flight is None:
-            before, self._launched = self._launched, None
-        if before is None or self._scheduler.pace is None or not before[0].sequences:
-            return
-        step, launch_s = before
-        works_meanwhile = self._runner.device.type != "cpu"
-        self._scheduler.pace.observe(step, launch_s + self._waited_s, launch_s if works_meanwhile else 0.0)
+        """Tell the pace how long a step took: its launch and the wait for its tokens, in two turns if it ran ahead."""
+        launched = step, seconds - self._waited_s
+        ended, self._launched = (launched, None) if self.in_flight is None else (self._launched, launched)
+        if self._scheduler.pace is not None and ended is not None and ended[0].sequences:
+            works_meanwhile = self._runner.device.type != "cpu"
+            self._scheduler.pace.observe(ended[0], ended[1] + self._waited_s, ended[1] if works_meanwhile else 0.0)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:

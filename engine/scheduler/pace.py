@@ -26,6 +26,7 @@ _SHARES: Final = 0.75, 0.9
 _NEWEST: Final = 0.2
 """Weight of the newest time in a mean."""
 _LEAST_TOKEN_S: Final = 1e-6
+"""Of a token done by the end of the launch."""
 _OUTLIER: Final = 4.0
 """A time of more than so many means counts as this: a stall of the machine says nothing about steps."""
 

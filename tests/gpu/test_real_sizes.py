@@ -6,7 +6,6 @@ To rehearse on a CPU, the models are toys.
 
 from __future__ import annotations
 
-import base64
 import gc
 import io
 import json
@@ -44,15 +43,15 @@ from tests.equality.served import serve
 from tests.gpu import fast_path
 from tests.gpu.device import DEVICE, needs_gpu
 from tests.gpu.test_engine import MARGIN_FACTOR, MAX_FACTOR, MEAN_FACTOR, logprobs
+from tests.media_files import encoded
+from tests.proxy.sample_media import data_url
 from tests.tools.gpu_check.whisper_shape import whisper_large_v3
-from tools.gpu_check.shapes import Shape, qwen2_5_vl_3b
+from tools.gpu_check.shapes import qwen2_5_vl_3b
 
 TOY = DEVICE == "cpu"
 pytestmark = [*needs_gpu, pytest.mark.cluster, pytest.mark.timeout(600)]
 DTYPE = torch.bfloat16
 MAX_TOKENS = 16
-MAX_PIXELS = 112 * 112 if TOY else 16384 * 28 * 28
-"""Of a picture, as Qwen's own preprocessor has it: 4k pictures keep their size."""
 FULL_HD, FOUR_K = ((84, 56), (140, 84)) if TOY else ((1920, 1080), (3840, 2160))
 TEXT_TOKENS, MODEL_LEN = (100, 1024) if TOY else (8192, 32768)
 SECONDS = 40 if TOY else 600
@@ -93,9 +92,7 @@ class Known:
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Known:
     """Pictures of 1920 x 1080 and of 3840 x 2160, four in one request, and a long text."""
-    shape = qwen2_5_vl_3b(toy=TOY)
-    shape = Shape(shape.name, shape.config, {**shape.preprocessor, "max_pixels": MAX_PIXELS})
-    folder = shape.write(tmp_path_factory.mktemp("qwen"))
+    folder = qwen2_5_vl_3b(toy=TOY).write(tmp_path_factory.mktemp("qwen"))
     draw_weights(folder, AutoModelForImageTextToText)
     reference = Reference(folder)
 
@@ -112,7 +109,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Known:
         words = "What is on it?" if pictures else text.decode([*range(33, 83)] * (TEXT_TOKENS // 50))
         parts = [*({"type": "image"} for _ in pictures), {"type": "text", "text": words}]
         prompt = text.render_chat([{"role": "user", "content": parts}])
-        shown = [{"type": "image_url", "image_url": {"url": url_of(one)}} for one in pictures]
+        shown = [{"type": "image_url", "image_url": {"url": data_url(one, "image/jpeg")}} for one in pictures]
         http = {"messages": [{"role": "user", "content": [*shown, parts[-1]]}]}
         cases.append(Case(prompt, [], pictures, http=http))
     return known(folder, AutoModelForImageTextToText, inputs, cases)
@@ -191,10 +188,6 @@ def clips() -> list[npt.NDArray[np.float32]]:
     return [np.resize(sound(number), SAMPLE_RATE * 30) for number in range(SECONDS // 30)]
 
 
-def url_of(picture: bytes) -> str:
-    return "data:image/jpeg;base64," + base64.b64encode(picture).decode()
-
-
 def draw_weights(folder: Path, loader: Any) -> None:
     """Write weights as transformers draws them for a training, in bfloat16."""
     torch.manual_seed(0)
@@ -206,9 +199,8 @@ def draw_weights(folder: Path, loader: Any) -> None:
 def photo(rng: np.random.Generator, width: int, height: int) -> bytes:
     """A gradient under noise, as a JPEG file: megabytes, as photographs have."""
     ramp = np.linspace(0, 160, width)[None, :, None] * rng.random(3)
-    file = io.BytesIO()
-    Image.fromarray((ramp + rng.integers(0, 96, (height, width, 3))).astype(np.uint8)).save(file, "JPEG", quality=80)
-    return file.getvalue()
+    pixels = (ramp + rng.integers(0, 96, (height, width, 3))).astype(np.uint8)
+    return encoded(Image.fromarray(pixels), "JPEG", quality=80)
 
 
 @torch.inference_mode()

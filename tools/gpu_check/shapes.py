@@ -18,6 +18,8 @@ _BUNDLED: Final = BUNDLED / "signpost"
 _TOKENIZER_FILES: Final = ("tokenizer_config.json", "chat_template.jinja")
 EOS_TOKEN_ID: Final = 393
 """The bundled tokenizer's end of a turn."""
+QWEN_MAX_PIXELS: Final = 16384 * 28 * 28
+"""Of an image, as Qwen's own preprocessor has it: 4k images keep their size, those of 8k are scaled down."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Shape:
 
 
 def qwen2_5_vl_3b(*, toy: bool = False) -> Shape:
-    """Qwen2.5-VL-3B; a toy has two layers of each kind of attention."""
+    """Qwen2.5-VL-3B; a toy has two layers of each kind of attention, and takes small images."""
     text = _text(toy=toy)
     text["rope_parameters"]["mrope_section"] = [2, 3, 3] if toy else [16, 24, 24]
     vision = {
@@ -72,7 +74,7 @@ def qwen2_5_vl_3b(*, toy: bool = False) -> Shape:
         "vision_config": vision,
     }
     preprocessor = json.loads((_BUNDLED / "preprocessor_config.json").read_text())
-    preprocessor["max_pixels"] = 112 * 112 if toy else 1280 * 28 * 28
+    preprocessor["max_pixels"] = 112 * 112 if toy else QWEN_MAX_PIXELS
     return Shape("Qwen2.5-VL-3B" if not toy else "a toy of Qwen2.5-VL", config, preprocessor)
 
 

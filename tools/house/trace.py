@@ -1,8 +1,7 @@
 """`python -m tools.house.trace`: how many named functions and files one chat request with an image runs on `1e1pd`.
 
 Every process records the repository's functions that run while a flag file names a phase: `idle`, whose functions are
-left out of the count, and `request`, one streamed request. Comprehensions and lambdas do not count, nor do functions
-whose running depends on the processor.
+left out of the count, and `request`, one streamed request. Comprehensions, lambdas and attention itself do not count.
 With --limits the exit status is 1 where a figure is over its limit.
 """
 
@@ -28,12 +27,7 @@ from tools.house.measure import show
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 RECORDER: Final = Path(__file__).with_name("recorder.py")
-BY_PROCESSOR: Final = (
-    "engine/attention/native_backend.py",
-    "engine/attention/torch_backend.py",
-    "engine/attention/visible.py",
-    "engine/native/",
-)
+BY_PROCESSOR: Final = "engine/attention/native_", "engine/attention/torch_", "engine/attention/visible", "engine/native"
 """Attention by our kernels, and by PyTorch where a processor has no AVX-512."""
 Functions = set[tuple[str, str]]
 """Pairs of a file and a qualified name."""

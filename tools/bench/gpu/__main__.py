@@ -7,6 +7,7 @@ import pkgutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -73,23 +74,13 @@ def measure(names: Sequence[str], setup: Setup) -> Iterator[Figure]:
     from tools.bench.gpu.setup import attempted
 
     for name in (name for name in names if name in BENCHMARKS):
-        yield from attempted(name, "all of it", _measure_alone, name, setup)
-    if loads := [name for name in names if name in LOADS]:
-        yield from attempted("serving", "all of it", _measure_loads, loads, setup)
+        yield from attempted(name, "all of it", _call, BENCHMARKS[name], setup)
+    if loads := {name: partial(_call, LOADS[name]) for name in names if name in LOADS}:
+        yield from attempted("serving", "all of it", _call, "serving:on_systems", setup, loads)
 
 
-def _measure_alone(name: str, setup: Setup) -> Iterator[Figure]:
-    yield from _function(BENCHMARKS[name])(setup)
-
-
-def _measure_loads(names: Sequence[str], setup: Setup) -> Iterator[Figure]:
-    from tools.bench.gpu.serving import on_systems
-
-    yield from on_systems(setup, {name: _function(LOADS[name]) for name in names})
-
-
-def _function(path: str) -> Any:
-    return pkgutil.resolve_name(f"tools.bench.gpu.{path}")
+def _call(path: str, *args: Any) -> Iterator[Figure]:
+    yield from pkgutil.resolve_name(f"tools.bench.gpu.{path}")(*args)
 
 
 if __name__ == "__main__":

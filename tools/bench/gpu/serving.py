@@ -25,7 +25,7 @@ from tools.bench.gpu.setup import Setup, attempted, noise_image
 from tools.bench.gpu.steps import least_step_s
 from tools.bench.systems import share_of
 from tools.bench.workloads import BenchRequest
-from tools.gpu_check.shapes import Shape, qwen2_5_vl_3b
+from tools.gpu_check.shapes import qwen2_5_vl_3b
 
 SYSTEMS: Final = ("1e1pd", "1epd", "1e1pd with MPS")
 """A topology each. A single process has nobody to share the GPU with by MPS."""
@@ -34,8 +34,6 @@ IN_FLIGHT, PROBES, REQUESTS, TOKENS, SIDE = 4, 4, 100, 16, 448
 """At least so many requests, and as many probes beside them: fewer have no 99th percentile. So many of each are under
 way: a single probe at a time would take five times as long to have as many answers."""
 MEMORY_FRACTION: Final = 0.85
-ALL_PIXELS: Final = 16384 * 28 * 28
-"""Of a picture, as Qwen's own preprocessor has it: an 8k picture is scaled down to them."""
 TOY_SYSTEMS: Final = ("1e1pd",)
 TOY_PICTURES, TOY_REQUESTS, TOY_TOKENS, TOY_SIDE = (1,), 2, 4, 56
 START_TIMEOUT_S: Final = 120.0
@@ -49,15 +47,9 @@ _WORDS: Final = ["tell", "me", "what", "is", "on", "the", "signs", "and", "how",
 def on_systems(setup: Setup, loads: Mapping[str, Measure]) -> Iterator[Figure]:
     """Yield the figures of all loads, by benchmark, on one cluster of each system in turn; the case begins with the
     system's name."""
-    folder = setup.model(with_all_pixels)
+    folder = setup.model(qwen2_5_vl_3b)
     for system in TOY_SYSTEMS if setup.toy else setup.systems or SYSTEMS:
         yield from attempted("serving", f"{system}, all of it", _on_system, setup, folder, system, loads)
-
-
-def with_all_pixels(*, toy: bool) -> Shape:
-    """Return the shape whose preprocessor takes pictures of 4k and 8k, as Qwen's own does."""
-    shape = qwen2_5_vl_3b(toy=toy)
-    return shape if toy else replace(shape, preprocessor={**shape.preprocessor, "max_pixels": ALL_PIXELS})
 
 
 def _on_system(setup: Setup, folder: Path, system: str, loads: Mapping[str, Measure]) -> Iterator[Figure]:

@@ -174,7 +174,7 @@ def test_mps_runs_for_the_processes_that_start_meanwhile(tmp_path: Path, monkeyp
 
 
 def test_large_pictures_keep_all_pixels_of_qwens_own_preprocessor() -> None:
-    assert serving.with_all_pixels(toy=False).preprocessor["max_pixels"] == 16384 * 28 * 28
+    assert qwen2_5_vl_3b(toy=False).preprocessor["max_pixels"] == 16384 * 28 * 28
     assert {name: side**2 for name, side in loads.SIDES.items()} == {"4k": 3840 * 2160, "8k": 7680 * 4320}
 
 
