@@ -28,10 +28,10 @@ test: $(VENV)/test.stamp ## Lint, types, contracts and the quick tests; ARGS="te
 	@.ci/check $(if $(ARGS),only -- $(ARGS),lint quick)
 
 test-all: $(VENV)/test.stamp ## Everything that needs no GPU and no Docker: `make test` and all slower tests.
-	@.ci/check lint quick rest trace -- $(ARGS)
+	@.ci/check lint quick rest ray trace -- $(ARGS)
 
 test-rest: $(VENV)/test.stamp ## The slower tests alone: clusters, kills, real weights; and the functions of one request.
-	@.ci/check rest trace -- $(ARGS)
+	@.ci/check rest ray trace -- $(ARGS)
 
 test-lowest: $(VENV)/test.stamp ## The in-process tests with every dependency at its lowest declared version.
 	@$(BIN)/python .ci/lowest.py build/lowest constraints-cpu.txt $(ARGS)
