@@ -95,8 +95,17 @@ $(VENV)/tiny-whisper/tokenizer_config.json: $(VENV)/test.stamp tests/tiny_models
 ray-test: $(VENV)/test.stamp ## Run on a Ray cluster of three nodes with addresses of their own (needs root for network namespaces).
 	@RAY_CLUSTER=1 RAY_PLOT=docs/images/ray-scaling.svg $(BIN)/python -m pytest -s -n 0 tests/launch/ray $(ARGS)
 
-churn-test: $(VENV)/test.stamp ## Have 2,500 fake workers join, leave and die under load; prints what the proxy and the broker take (Linux).
-	@$(BIN)/python -m tests.churn $(ARGS)
+DYNAMO ?=
+churn-test: $(VENV)/test.stamp $(if $(DYNAMO),build/dynamo/stamp) ## Have 2,500 fake workers join, leave and die under load; prints what the proxy and the broker take (Linux). DYNAMO=1: Dynamo, with mockers that die.
+	@$(BIN)/python -m $(if $(DYNAMO),tests.churn.dynamo --python build/dynamo/bin/python,tests.churn) $(ARGS)
+
+# Without the dependency that foretells times of GPUs: frontend and mocker start without it.
+build/dynamo/stamp: $(BIN)/python
+	@$(BIN)/python -m venv $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check 'aiohttp>=3.14.3,<4' msgspec 'prometheus-client<1' \
+		'pydantic>=2.10.6,<=2.13.5' pyzmq 'redis<9' tqdm 'transformers>=4.56' 'uvloop>=0.21' 'zstandard<1'
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'ai-dynamo==1.6.1' 'ai-dynamo-runtime==1.6.1'
+	@touch $@
 
 GATEWAY := build/gateway
 gateway-test: $(VENV)/test.stamp $(GATEWAY)/stamp ## Proxies behind HAProxy, cells behind Envoy with an endpoint picker (needs apt-get, Linux on x86-64).
