@@ -13,13 +13,14 @@ die() { echo "helm-test: $*" >&2; exit 1; }
 # shellcheck source-path=SCRIPTDIR source=../compose/images.sh
 . "$here/images.sh"
 
-configure_podman() { # podman and crun take their libraries from $cache/podman, Python must not
-    local root=$cache/podman program
+configure_podman() { # its programs take their libraries from where they are unpacked, Python must not
+    local root=$cache/podman program libraries
+    libraries=usr/lib/$(uname -m)-linux-gnu
     mkdir -p "$scratch/bin" "$scratch/home"
-    for program in podman crun; do
-        printf '#!/bin/sh\nLD_LIBRARY_PATH=%s exec %s "$@"\n' "$root/usr/lib/$(uname -m)-linux-gnu" "$root/usr/bin/$program" \
-            >"$scratch/bin/$program"
-        chmod +x "$scratch/bin/$program"
+    for program in podman/usr/bin/{podman,crun} engine/usr/sbin/{iptables,ip6tables}; do # the latter for netavark
+        printf '#!/bin/sh\nexport LD_LIBRARY_PATH=%s XTABLES_LIBDIR=%s\nexec %s "$@"\n' "$cache/${program%%/*}/$libraries" \
+            "$cache/engine/$libraries/xtables" "$cache/$program" >"$scratch/bin/${program##*/}"
+        chmod +x "$scratch/bin/${program##*/}"
     done
     cat >"$scratch/containers.conf" <<CONF
 [engine]
