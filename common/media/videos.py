@@ -25,7 +25,7 @@ from common.media.containers import opened
 from common.media.video_rules import VideoRules
 
 PIECE_TOKENS: Final = 4096
-"""Most tokens of a piece, unless a single pair has more: some 20 MB of bytes of patches."""
+"""Of a piece, some 20 MB of bytes of patches; a quarter more to end before a key frame. A single pair may have more."""
 MAX_PIECES_BYTES: Final = 256 * 2**20
 """Of all pieces of a video: with few key frames, every piece repeats many packets."""
 
@@ -206,10 +206,10 @@ def _pieces(track: _Track, rules: VideoRules, limits: VideoLimits, what: str) ->
         message = f"{message}; the context has {limits.max_tokens}: send a shorter or smaller video"
         raise TriptychError("context_length_exceeded", message)
     times = rules.time_positions(len(pairs), numbers, len(places), track.fps)
-    budget = max(1, min(PIECE_TOKENS, rules.most_tokens) // tokens)
+    budget, most = (max(1, min(size, rules.most_tokens) // tokens) for size in (PIECE_TOKENS, 5 * PIECE_TOKENS // 4))
     starts = [min(_key_before(track.packets, places[number]) for number in pair) for pair in pairs]
     pieces, size_bytes = list[bytes](), 0
-    for begin, end in _groups(starts, budget):
+    for begin, end in _groups(starts, budget, most):
         frames = [number for pair in pairs[begin:end] for number in pair]
         last = max(places[number] for number in frames)
         piece = VideoPiece(
@@ -243,13 +243,13 @@ def _key_before(packets: Sequence[_Packet], place: int) -> int:
     return next(at for at in range(place, -1, -1) if packets[at].is_key and (packets[at].number <= number or at == 0))
 
 
-def _groups(starts: Sequence[int], budget: int) -> Iterator[tuple[int, int]]:
-    """Yield the first pair and the pair behind each piece: at most `budget` pairs, cut at a key frame where one is in
-    the second half."""
+def _groups(starts: Sequence[int], budget: int, most: int) -> Iterator[tuple[int, int]]:
+    """Yield the first pair and the pair behind each piece: cut at the key frame nearest to `budget` pairs, within half
+    of them and `most`; without one there, at `budget`."""
     begin = 0
-    for index in range(1, len(starts)):
-        count = index - begin
-        if count >= budget or (2 * count >= budget and starts[index] > starts[index - 1]):
-            yield begin, index
-            begin = index
+    while len(starts) - begin > most:
+        goal, nearby = begin + budget, range(begin + (budget + 1) // 2, begin + most + 1)
+        _, end = min(((abs(at - goal), at) for at in nearby if starts[at] > starts[at - 1]), default=(0, goal))
+        yield begin, end
+        begin = end
     yield begin, len(starts)

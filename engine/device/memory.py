@@ -34,7 +34,7 @@ ENCODER_CACHE_SHARE: Final = 1 / 8
 """Of what the pools share. Inputs pass through this cache, while keys and values stay as long as their request."""
 ENCODER_SHARE: Final = 1 / 4
 """Of what a process with both engines may take, for the encoder's batches at most; its weights do not count."""
-MAX_STAGING_BYTES: Final = 128 * 2**20
+MAX_STAGING_BYTES: Final = 64 * 2**20
 """Of preprocessed media that wait for a grant or for the encoder: those of an image of a megapixel have 24 MB."""
 OUTPUT_CACHE_BYTES: Final = 256 * 2**20
 """Of outputs that an encoder worker keeps on its device; on a CPU no more than a sixteenth of what it may take."""

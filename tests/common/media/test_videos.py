@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from common.errors import TriptychError
+from common.media import videos
 from common.media.video_rules import VideoRules
 from common.media.videos import VideoLimits, VideoPiece, cut, read_piece
 from engine.media.video import decode_frames
@@ -46,6 +47,25 @@ def test_pieces_decode_alone_to_the_frames_of_the_whole(codec: str, muxer: str, 
         for number, image in zip(piece.frames, decode_frames(piece, Image.Resampling.BICUBIC), strict=True):
             expected = Image.fromarray(whole[number]).resize(piece.size, Image.Resampling.BICUBIC)
             assert np.array_equal(np.asarray(image), np.asarray(expected)), number
+
+
+@pytest.mark.parametrize(
+    ("group", "pairs", "repeated"),
+    [
+        (10, [5, 5, 5, 5], 0),  # one pair more than fit, to a key frame
+        (6, [3, 3, 3, 3, 3, 5], 0),  # one pair less; five at the end are not worth a cut
+        (14, [4, 3, 4, 3, 4, 2], 24),  # the second half of a group needs the first
+    ],
+)
+def test_pieces_end_at_the_key_frame_nearest_to_their_size(
+    group: int, pairs: list[int], repeated: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = replace(RULES, fps=10, image_pixels=10**6)
+    tokens = rules.tokens_of(rules.frame_size(160, 120, 40))
+    monkeypatch.setattr(videos, "PIECE_TOKENS", 4 * tokens)
+    pieces = pieces_of(video_file(moving(40), 10, codec="libx264", g=group, bf=0), rules)
+    assert [len(piece.frames) // 2 for piece in pieces] == pairs
+    assert sum(len(piece.packets) for piece in pieces) == 40 + repeated
 
 
 def test_an_odd_number_of_frames_ends_with_a_repeated_one() -> None:
