@@ -14,7 +14,7 @@ from proxy.service import Service
 def add_page(router: APIRouter, service: Service) -> None:
     files = assets.read_files()
 
-    @router.get("/", include_in_schema=False)
+    @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def _page() -> Response:
         return assets.find(files, "index.html")
 

@@ -27,6 +27,14 @@ async def test_the_page_is_at_the_root_and_every_file_has_its_type_and_the_polic
         assert {name: response.headers[name] for name in HEADERS} == HEADERS
 
 
+async def test_a_look_at_the_root_without_content_is_answered(serve) -> None:
+    """As `curl -I` and monitors look."""
+    async with serve(api_key="right") as rig:
+        looked, whole = await rig.http.head("/"), await rig.http.get("/")
+        assert (looked.status_code, looked.content) == (200, b"")
+        assert looked.headers["content-length"] == whole.headers["content-length"] == str(len(whole.content))
+
+
 def test_the_policy_allows_this_server_alone_and_no_code_within_the_page() -> None:
     policy = dict(rule.split(" ", 1) for rule in HEADERS["Content-Security-Policy"].split("; "))
     assert policy["default-src"] == "'none'"
