@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -31,6 +31,7 @@ import httpx
 from common.model_info import resolve_model
 from launch.cli.client import read_events
 from launch.cluster.plan import reserve_port
+from tests.churn.load import at_once
 from tests.eventually import eventually
 
 MODEL: Final = "mocked"
@@ -46,7 +47,8 @@ STARTING: Final = 4
 
 def mirror(folder: Path) -> None:
     """Copy what has changed in the mockers' folders to the frontend's, again and again, with the times of the files: by
-    them the frontend knows who lives. In a process of its own: nobody must seem dead because clients are busy.
+    them the frontend knows who lives. In a process of its own: nobody must seem dead because clients are busy. It looks
+    at intervals much shorter than the 10 s after which a worker counts as dead.
     """
     times: dict[str, int] = {}
     copies = {bucket: folder / "frontend" / "v1" / bucket for bucket in BUCKETS}
@@ -118,42 +120,20 @@ def start(python: Path, module: str, words: list[str], folder: Path) -> subproce
         return subprocess.Popen(command, env={**os.environ, **environment}, stdout=log, stderr=log)
 
 
-@dataclass
-class Load:
-    """Streams, so many at once; `ends` counts what became of each."""
-
-    url: str
-    requests: int
-    in_flight: int
-    ends: Counter[str] = field(default_factory=Counter)
-
-    async def run(self) -> None:
-        turns = iter(range(self.requests))
-        limits = httpx.Limits(max_connections=1)
-        async with AsyncExitStack() as stack:
-            clients = [
-                await stack.enter_async_context(
-                    httpx.AsyncClient(base_url=self.url, timeout=SILENCE_S, trust_env=False, limits=limits)
-                )
-                for _ in range(self.in_flight)
-            ]
-            await asyncio.gather(*(self._one_after_the_other(client, turns) for client in clients))
-
-    async def _one_after_the_other(self, http: httpx.AsyncClient, turns: Iterator[int]) -> None:
-        for number in turns:
-            try:
-                self.ends[await ask(http, number)] += 1
-            except httpx.ReadTimeout:
-                self.ends["without an end"] += 1
-            except httpx.TransportError:
-                self.ends["cut short"] += 1
-
-
 async def ask(http: httpx.AsyncClient, number: int) -> str:
     """Read one stream to its end, and say how it ended."""
+    try:
+        return await _read(http, number)
+    except httpx.ReadTimeout:
+        return "without an end"
+    except httpx.TransportError:
+        return "cut short"
+
+
+async def _read(http: httpx.AsyncClient, number: int) -> str:
     body = {"model": MODEL, "prompt": f"{number} " + "one two three " * 10, "max_tokens": TOKENS, "ignore_eos": True}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
-    async with http.stream("POST", "/v1/completions", json=body) as response:
+    async with http.stream("POST", "/v1/completions", json=body, timeout=SILENCE_S) as response:
         if not response.is_success:
             return "refused"
         usage: dict[str, Any] = {}
@@ -197,17 +177,16 @@ async def measure(python: Path, plan: Plan, folder: Path) -> Counter[str]:
         await eventually(functools.partial(_uses, url, whole), 120.0)
         print(f"{whole} workers", flush=True)
         await eventually(functools.partial(_answers, url), 60.0)
-        quiet = Load(url, plan.in_flight, plan.in_flight)
-        await quiet.run()
-        assert set(quiet.ends) == {"right"}, quiet.ends
-        load = Load(url, plan.requests, plan.in_flight)
+        quiet = await at_once(url, range(plan.in_flight), plan.in_flight, ask)
+        assert set(quiet) == {"right"}, Counter(quiet)
         losing = asyncio.create_task(_lose(mockers, plan))
         began_s = time.monotonic()
-        await load.run()
-        losing.cancel()
+        ends = await at_once(url, range(plan.requests), plan.in_flight, ask)
+        if not losing.cancel():
+            losing.result()  # raises what has ended it
         elapsed_s = time.monotonic() - began_s
         print(f"{len(mockers.lost)} processes of {plan.workers_each} workers lost in {elapsed_s:.0f} s")
-    return load.ends
+    return Counter(ends)
 
 
 async def _uses(url: str, count: int) -> bool:

@@ -6,10 +6,10 @@ import asyncio
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import httpx
 
@@ -19,6 +19,7 @@ from tools.soak.asks import Ask, draw_picture
 
 PATIENCE_S: Final = 120.0
 """An answer that takes longer has no end."""
+T, R = TypeVar("T"), TypeVar("R")
 
 
 def asks(count: int, max_tokens: int) -> list[Ask]:
@@ -56,7 +57,7 @@ class Outcome:
 
 async def expect(url: str, questions: list[Ask]) -> dict[str, Reply]:
     """Ask each once, while nothing happens; return the answers, by name."""
-    answers = await _ask_all(url, iter(questions), in_flight=16)
+    answers = await _ask_all(url, questions, in_flight=16)
     assert all(reply is not None and reply.ending == "whole" for _, reply in answers), answers
     return {ask.name: reply for ask, reply in answers if reply is not None}
 
@@ -70,16 +71,26 @@ async def ask(url: str, expected: dict[str, Reply], questions: list[Ask], number
     return outcome
 
 
-async def _ask_all(url: str, turns: Iterator[Ask], in_flight: int) -> list[tuple[Ask, Reply | None]]:
-    got: list[tuple[Ask, Reply | None]] = []
+async def _ask_all(url: str, turns: Iterable[Ask], in_flight: int) -> list[tuple[Ask, Reply | None]]:
+    async def ask_one(http: httpx.AsyncClient, one: Ask) -> tuple[Ask, Reply | None]:
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                return one, await send(http, one)
+        except TimeoutError:
+            return one, None
+
+    return await at_once(url, turns, in_flight, ask_one)
+
+
+async def at_once(
+    url: str, turns: Iterable[T], in_flight: int, take: Callable[[httpx.AsyncClient, T], Awaitable[R]]
+) -> list[R]:
+    """Take all turns, so many at once, by clients of which each takes one after the other; return what came of them."""
+    got, left = list[R](), iter(turns)
 
     async def one_after_the_other(http: httpx.AsyncClient) -> None:
-        for one in turns:
-            try:
-                async with asyncio.timeout(PATIENCE_S):
-                    got.append((one, await send(http, one)))
-            except TimeoutError:
-                got.append((one, None))
+        for one in left:
+            got.append(await take(http, one))
 
     async with AsyncExitStack() as stack:
         clients = [httpx.AsyncClient(base_url=url, timeout=None, trust_env=False) for _ in range(in_flight)]
