@@ -93,7 +93,7 @@ $(VENV)/tiny-whisper/tokenizer_config.json: $(VENV)/test.stamp tests/tiny_models
 	@$(BIN)/python -m tests.tiny_models $(@D)
 
 ray-test: $(VENV)/test.stamp ## Run on a Ray cluster of three nodes with addresses of their own (needs root for network namespaces).
-	@RAY_CLUSTER=1 RAY_PLOT=docs/images/ray-scaling.svg $(BIN)/python -m pytest -s -n 0 tests/launch/ray $(ARGS)
+	@RAY_PLOT=docs/images/ray-scaling.svg .ci/check ray -- -s $(ARGS)
 
 DYNAMO ?=
 churn-test: $(VENV)/test.stamp $(if $(DYNAMO),build/dynamo/stamp) ## Have 2,500 fake workers join, leave and die under load; prints what the proxy and the broker take (Linux). DYNAMO=1: Dynamo, with mockers that die.
