@@ -244,8 +244,8 @@ def _key_before(packets: Sequence[_Packet], place: int) -> int:
 
 
 def _groups(starts: Sequence[int], budget: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield the first pair and the pair behind each piece: cut at the key frame nearest to `budget` pairs, within half
-    of them and `most`; without one there, at `budget`."""
+    """Yield the first pair and the pair behind each piece: cut at the key frame nearest to `budget` pairs, from half of
+    them to `most`; where there is none, at `budget`. The last piece has up to `most`."""
     begin = 0
     while len(starts) - begin > most:
         goal, nearby = begin + budget, range(begin + (budget + 1) // 2, begin + most + 1)
