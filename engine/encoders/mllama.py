@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.models.mllama.modeling_mllama import MllamaVisionModel
@@ -30,7 +31,6 @@ class MllamaEncoder(EncoderModel):
     )
 
     def __init__(self, config: Any) -> None:
-        self._max_tiles = int(config.vision_config.max_num_tiles)
         self._vision: Any = MllamaVisionModel(config.vision_config)
         self._projector = nn.Linear(config.vision_config.vision_output_dim, config.text_config.hidden_size)
         self.module: nn.Module = nn.ModuleDict({"vision_model": self._vision, "multi_modal_projector": self._projector})
@@ -38,13 +38,8 @@ class MllamaEncoder(EncoderModel):
     @torch.inference_mode()
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
         weight = self._projector.weight
-        tiles = [torch.from_numpy(item.arrays["pixel_values"]) for item in items]
-        pixels = torch.zeros(len(items), 1, self._max_tiles, *tiles[0].shape[1:])
-        present = torch.zeros(len(items), 1, self._max_tiles, dtype=torch.long)
-        for index, part in enumerate(tiles):
-            pixels[index, 0, : len(part)] = part
-            present[index, 0, : len(part)] = 1
-        ids = torch.tensor([[int(item.arrays["aspect_ratio_ids"])] for item in items])
+        names = "pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"
+        pixels, ids, present = (torch.from_numpy(np.stack([item.arrays[name] for item in items])) for name in names)
         states = self._vision(
             pixel_values=send_tensor(pixels, weight.device, weight.dtype),
             aspect_ratio_ids=send_tensor(ids, weight.device, ids.dtype),

@@ -17,7 +17,7 @@ from engine.media.image import decode_image
 
 
 class TransformersImages(ABC):
-    """Images as the folder's preprocessor makes them; the family counts the tokens of an image.
+    """Images as the folder's preprocessor makes them; the family says what an image becomes in the prompt.
 
     Raises ValueError for a preprocessor that transformers does not know, or that needs torchvision.
     """
@@ -31,16 +31,15 @@ class TransformersImages(ABC):
             self.preprocessor: Any = AutoImageProcessor.from_pretrained(info.folder, backend="pil")
         except (ImportError, OSError) as error:
             raise ValueError(f"transformers cannot make it: {' '.join(str(error).split())}") from error
-        self._placeholder = info.placeholder_token_id
+        self.token_id = int(info.config[info.family.placeholder])
         self._width = int(info.text_config["hidden_size"])
 
     def __call__(self, media: bytes) -> tuple[dict[str, npt.NDArray[Any]], InputLayout, tuple[int, ...]]:
         made = self.preprocessor(images=[decode_image(media)], return_tensors="np")
         arrays = {name: np.asarray(array[0]) for name, array in made.items()}
-        num_tokens = self.count_tokens(arrays)
-        assert self._placeholder is not None
-        return arrays, InputLayout(num_tokens, [(self._placeholder, num_tokens)]), (num_tokens, self._width)
+        layout = self.layout_of(arrays)
+        return arrays, layout, (layout.num_encoder_tokens, self._width)
 
     @abstractmethod
-    def count_tokens(self, arrays: dict[str, npt.NDArray[Any]]) -> int:
-        """Return the encoder rows of an image, which take the place of its placeholder."""
+    def layout_of(self, arrays: dict[str, npt.NDArray[Any]]) -> InputLayout:
+        """Return the tokens that take the place of an image's placeholder, and the encoder's rows for the image."""

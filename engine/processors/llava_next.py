@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+from common.messages import InputLayout
 from common.model_info import ModelInfo
 from engine.processors.by_transformers import TransformersImages
 from engine.processors.llava import CLASS_TOKENS
@@ -21,7 +22,7 @@ class LlavaNextProcessor(TransformersImages):
         cropped = info.config.get("vision_feature_select_strategy", "default") == "default"
         self._extra = CLASS_TOKENS[str(vision.get("model_type", "clip_vision_model"))] - cropped
 
-    def count_tokens(self, arrays: dict[str, npt.NDArray[Any]]) -> int:
+    def layout_of(self, arrays: dict[str, npt.NDArray[Any]]) -> InputLayout:
         from transformers.image_processing_utils import select_best_resolution
 
         height, width = (int(side) for side in arrays["image_sizes"])
@@ -33,4 +34,5 @@ class LlavaNextProcessor(TransformersImages):
             rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
         else:
             columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
-        return int(self._side**2 + self._extra + rows * columns + rows)
+        num_tokens = int(self._side**2 + self._extra + rows * columns + rows)
+        return InputLayout(num_tokens, [(self.token_id, num_tokens)])

@@ -9,14 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 from transformers import MllamaForConditionalGeneration, MllamaImageProcessorPil
-from transformers.models.mllama.image_processing_pil_mllama import (
-    get_image_size_fit_to_canvas,
-    get_optimal_tiled_canvas,
-)
 from transformers.models.mllama.processing_mllama import (
     convert_sparse_cross_attention_mask_to_dense,
     get_cross_attention_token_mask,
@@ -31,7 +25,6 @@ from engine.attention.torch_backend import TorchBackend
 from engine.models.base import DecoderModel
 from engine.models.registry import load_encoder
 from engine.processors import ProcessedInput
-from engine.processors.mllama import TileSettings, arrangement, fitting_size, image_to_tiles
 from engine.state.cross_ranges import CrossInput, after_input, key_ranges, table_rows
 from tests.engine.models.dense import decoder_of
 from tests.media_files import encoded, noise
@@ -64,69 +57,25 @@ def outputs(mllama: Path, items: list[ProcessedInput]) -> list[torch.Tensor]:
     return encoder.encode(items)
 
 
-# --- tiles
-
-
-@pytest.mark.parametrize(
-    "json",
-    [
-        {"size": {"height": 28, "width": 28}},
-        {"size": {"height": 56, "width": 56}, "max_image_tiles": 6, "resample": 3},
-        {"image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28], "size": {"height": 42, "width": 42}},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_tiles_are_transformers(json: dict[str, Any], size: tuple[int, int]) -> None:
-    image, settings = noise(*size), TileSettings.from_json(json)
-    tiles, (rows, columns) = image_to_tiles(image, settings)
-    expected = MllamaImageProcessorPil(**json)(images=image, return_tensors="np")
-    assert expected["num_tiles"] == [[rows * columns]]
-    assert np.array_equal(tiles, expected["pixel_values"][0, 0, : rows * columns])
-    assert settings.arrangements.index((rows, columns)) + 1 == expected["aspect_ratio_ids"][0, 0]
-
-
-sides = st.integers(1, 6000)
-
-
-@settings(max_examples=300)
-@given(sides, sides, st.sampled_from([28, 448, 560]), st.integers(1, 8))
-def test_sizes_are_transformers(width: int, height: int, side: int, max_tiles: int) -> None:
-    rows, columns = arrangement(width, height, TileSettings(tile_size=side, max_tiles=max_tiles))
-    canvas = get_optimal_tiled_canvas(height, width, max_tiles, side)
-    assert (rows * side, columns * side) == tuple(canvas)
-    expected = get_image_size_fit_to_canvas(height, width, *canvas, side)
-    assert fitting_size(width, height, columns * side, rows * side, side) == tuple(expected)[::-1]
-
-
-@pytest.mark.parametrize(
-    ("json", "message"),
-    [
-        ({"do_pad": False}, "do_pad = false is not supported"),
-        ({"size": {"height": 28, "width": 56}}, "expected equal height and width"),
-    ],
-)
-def test_settings_that_change_the_computation_are_refused(json: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TileSettings.from_json(json)
+# --- images
 
 
 def test_a_preprocessor_for_another_encoder_is_refused(mllama: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     make_mllama(folder)
     (folder / "preprocessor_config.json").write_text('{"size": {"height": 56, "width": 56}}')
-    with pytest.raises(TriptychError, match="up to 4 tiles of 56 pixels, its encoder takes 4 of 28"):
+    with pytest.raises(TriptychError, match="up to 4 tiles of 56 x 56 pixels, its encoder takes 4 of 28 x 28"):
         processors.init_worker(str(folder), "float32")
 
 
 def test_a_picture_is_one_token_and_announces_its_rows(mllama: Path, items: list[ProcessedInput]) -> None:
     assert load_model_info(str(mllama)).max_encoder_tokens == MAX_TILES * ROWS_PER_TILE
     for item in items:
-        tiles = len(item.arrays["pixel_values"])
+        tiles = item.arrays["num_tiles"].item()
         assert item.layout.expansion == [(IMAGE_TOKEN, 1)]
         assert item.layout.num_encoder_tokens == item.shape[0] == MAX_TILES * ROWS_PER_TILE
         assert item.layout.num_visible_tokens == tiles * ROWS_PER_TILE
-    assert {len(item.arrays["pixel_values"]) for item in items} == {1, 2, 3, 4}
+    assert {item.arrays["num_tiles"].item() for item in items} == {1, 2, 3, 4}
 
 
 # --- the encoder
