@@ -83,7 +83,9 @@ def image_to_square(image: Image.Image, settings: CropSettings) -> npt.NDArray[n
         raise TriptychError("bad_media", message)
     image = image.resize((width, height), settings.resample)
     if settings.crop_size is not None:
-        image = _center_crop(image, settings.crop_size)
+        height, width = settings.crop_size
+        left, top = (image.width - width) // 2, (image.height - height) // 2
+        image = image.crop((left, top, left + width, top + height))  # black where the image is smaller
     values = values_of_bytes(settings.image_mean, settings.image_std, settings.rescale_factor)
     return to_planes(image, values)
 
@@ -105,13 +107,6 @@ def _scaled_size(image: Image.Image, shortest_edge: int) -> tuple[int, int]:
     return shortest_edge, int(shortest_edge * image.width / image.height)
 
 
-def _center_crop(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """The middle; black where the image is smaller."""
-    height, width = size
-    left, top = (image.width - width) // 2, (image.height - height) // 2
-    return image.crop((left, top, left + width, top + height))
-
-
 def _pair(size: int | dict[str, int]) -> tuple[int, int]:
     if isinstance(size, int):
         return size, size
@@ -126,29 +121,33 @@ CLASS_TOKENS: Final = {"clip_vision_model": 1, "siglip_vision_model": 0}
 """Vision towers, and the rows that each puts before those of the patches."""
 
 
-class LlavaProcessor:
+class FixedSizeImages:
     """Images to pixels of equal size; the placeholder becomes a token per row of the projected features."""
 
     kind = "image"
 
-    def __init__(self, info: ModelInfo) -> None:
-        self._settings = CropSettings.from_json(preprocessor_json(info, "image_processor"))
-        vision = info.config["vision_config"]
-        tower = str(vision.get("model_type", "clip_vision_model"))
-        if tower not in CLASS_TOKENS:
-            raise ValueError(f"vision tower {tower!r} is not supported; supported: {', '.join(CLASS_TOKENS)}")
-        height, width = self._settings.output_size
-        image_size, patch_size = int(vision["image_size"]), int(vision["patch_size"])
-        if (height, width) != (image_size, image_size):
-            raise ValueError(
-                f"the preprocessor of {info.name} makes pictures of {width} x {height} pixels, "
-                f"its encoder takes {image_size} x {image_size}"
-            )
-        cropped = info.config.get("vision_feature_select_strategy", "default") == "default"
-        num_tokens = (image_size // patch_size) ** 2 + CLASS_TOKENS[tower] - cropped
+    def __init__(self, info: ModelInfo, settings: CropSettings, num_tokens: int) -> None:
+        self._settings = settings
+        (height, width), side = settings.output_size, int(info.config["vision_config"]["image_size"])
+        if (height, width) != (side, side):
+            raise ValueError(f"it makes pictures of {width} x {height} pixels, the encoder takes {side} x {side}")
         self._layout = InputLayout(num_tokens, [(int(info.config["image_token_index"]), num_tokens)])
         self._shape = (num_tokens, int(info.text_config["hidden_size"]))
 
     def __call__(self, media: bytes) -> tuple[dict[str, npt.NDArray[Any]], InputLayout, tuple[int, ...]]:
         pixels = image_to_square(decode_image(media), self._settings)
         return {"pixel_values": pixels}, self._layout, self._shape
+
+
+class LlavaProcessor(FixedSizeImages):
+    """A token per patch."""
+
+    def __init__(self, info: ModelInfo) -> None:
+        vision = info.config["vision_config"]
+        tower = str(vision.get("model_type", "clip_vision_model"))
+        if tower not in CLASS_TOKENS:
+            raise ValueError(f"vision tower {tower!r} is not supported; supported: {', '.join(CLASS_TOKENS)}")
+        cropped = info.config.get("vision_feature_select_strategy", "default") == "default"
+        num_patches = (int(vision["image_size"]) // int(vision["patch_size"])) ** 2
+        settings = CropSettings.from_json(preprocessor_json(info, "image_processor"))
+        super().__init__(info, settings, num_patches + CLASS_TOKENS[tower] - cropped)
