@@ -25,7 +25,7 @@ SHORT_KEYS: Final = 256
 
 @dataclass(frozen=True)
 class _PhasePlan:
-    """Tokens before `num_decodes` belong to the decode backend. An empty part is None."""
+    """Tokens before `num_decodes` belong to the decode backend. Without any, `decode` is None."""
 
     num_decodes: int
     decode: Any
@@ -41,31 +41,28 @@ class PhasedBackend(AttentionBackend):
         self.name = f"{prefill.name}+{decode.name}"
         self.gathered_share = decode.gathered_share
         self.slot_dtype = decode.slot_dtype
+        self.calls_kernels = decode.calls_kernels
 
-    def plan(self, metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> _PhasePlan:
+    def plan(self, metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> Any:
         counts = (end - start for start, end in pairwise(metadata.query_start_loc))
         short = SHORT_KEYS if metadata.causal and dtype == torch.float32 else 0
         if all(count <= FEW_TOKENS or keys <= short for count, keys in zip(counts, metadata.seq_lens, strict=True)):
-            return _PhasePlan(metadata.query_start_loc[-1], self.decode.plan(metadata, block_size, dtype), None)
-        num_decodes, num_requests = metadata.num_decodes, metadata.num_requests
-        decode = self.decode.plan(metadata.decodes(), block_size, dtype) if num_decodes else None
-        prefill = self.prefill.plan(metadata.prefills(), block_size, dtype) if num_decodes < num_requests else None
-        return _PhasePlan(num_decodes, decode, prefill)
+            return self.decode.plan(metadata, block_size, dtype)
+        decode = self.decode.plan(metadata.decodes(), block_size, dtype) if metadata.num_decodes else None
+        return _PhasePlan(metadata.num_decodes, decode, self.prefill.plan(metadata.prefills(), block_size, dtype))
 
     def run(
         self,
         query: torch.Tensor,
         cache: torch.Tensor,
-        plan: _PhasePlan | DecodePlan,
+        plan: Any,
         *,
         scale: float | None = None,
         bias: AttentionBias | None = None,
         window: int | None = None,
     ) -> torch.Tensor:
-        if isinstance(plan, DecodePlan):
+        if not isinstance(plan, _PhasePlan):
             return self.decode.run(query, cache, plan, scale=scale, bias=bias, window=window)
-        if plan.prefill is None:
-            return self.decode.run(query, cache, plan.decode, scale=scale, bias=bias, window=window)
         if plan.decode is None:
             return self.prefill.run(query, cache, plan.prefill, scale=scale, bias=bias, window=window)
         decodes, prefills = query[: plan.num_decodes], query[plan.num_decodes :]

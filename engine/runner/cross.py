@@ -70,13 +70,16 @@ class CrossBatch:
         if not any(seq_lens):
             return None
         self._update([blocks.get_cross_block_table(request.request_id) for request in requests])
+        if on_device and self._sent is None:
+            [self._sent] = send(self._device, self._table)
+        table = self._sent if on_device else None
         ranges = after = None
         if self._inputs_in_prompt:
             ranges, after = _cross_ranges(requests, inputs)
         return AttentionMetadata(
             query_start_loc=inputs.query_start_loc.tolist(),
             seq_lens=seq_lens,
-            block_table=self._on_device() if on_device else torch.from_numpy(self._table),
+            block_table=torch.from_numpy(self._table) if table is None else table,
             block_lists=self._lists,
             slot_mapping=None,
             causal=False,
@@ -96,11 +99,6 @@ class CrossBatch:
         self._table = np.zeros((len(lists), max(map(len, lists))), np.int64)
         for row, blocks in enumerate(lists):
             self._table[row, : len(blocks)] = blocks
-
-    def _on_device(self) -> Tensor:
-        if self._sent is None:
-            [self._sent] = send(self._device, self._table)
-        return self._sent
 
 
 def _cross_ranges(requests: ListOf[Request], inputs: StepInputs) -> tuple[IntArray, npt.NDArray[np.bool_]]:

@@ -44,7 +44,7 @@ def load_weights(
         check_quantised(info, checkpoint.entries, as_int8=as_int8)
         names = _local_names(checkpoint, layout)
         small = _SmallWeights(checkpoint, names, info, as_int8=as_int8)
-        layers = _linear_layers(module)
+        layers = {f"{name}.weight": layer for name, layer in module.named_modules() if isinstance(layer, Linear)}
         _check_names(names, _replaced(sources, layers, small), unused, info)
         state, small_bytes = {}, 0
         for number, (name, parts) in enumerate(sources.items()):
@@ -93,11 +93,6 @@ class _SmallWeights:
             return decode_weight(part.removesuffix(".weight"), read, self._how).to(device)
         plain = self._checkpoint.read(self._names[part]).to(device)
         return quantise_int8(plain) if self._as_int8 else plain.to(dtype)
-
-
-def _linear_layers(module: nn.Module) -> dict[str, Linear]:
-    """Return the layers whose weights can be small, by the names of their weights."""
-    return {f"{name}.weight": layer for name, layer in module.named_modules() if isinstance(layer, Linear)}
 
 
 def _replaced(sources: Sources, layers: dict[str, Linear], small: _SmallWeights) -> Sources:
