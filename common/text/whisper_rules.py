@@ -26,10 +26,9 @@ class Rules:
         likely = no_speech_prob is not None and no_speech_prob > self.no_speech_threshold
         return likely and (avg_logprob is None or avg_logprob <= self.log_prob_threshold)
 
-    def is_bad(self, text: str, avg_logprob: float | None) -> bool:
-        """Whether a text repeats itself or is unlikely."""
-        unlikely = avg_logprob is not None and avg_logprob < self.log_prob_threshold
-        return unlikely or compression_ratio(text) > self.compression_ratio_threshold
+    def quality(self, text: str, avg_logprob: float | None) -> tuple[bool, float]:
+        """Return whether a text varies, and how likely it is: good from (True, log_prob_threshold) on."""
+        return compression_ratio(text) <= self.compression_ratio_threshold, avg_logprob or 0.0
 
 
 def compression_ratio(text: str) -> float:

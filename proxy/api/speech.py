@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Final
 
 import msgspec
@@ -211,7 +212,7 @@ class Speech:
                     await line.moves()
                 ticket = self._tickets.acquire()
             item = await self._part(window, path)
-            rules, result = self._options.rules, self._windows[index]
+            rules, readings = self._options.rules, list[tuple[tuple[bool, float], _Window, list[Delta]]]()
             for attempt, temperature in enumerate(self._temperatures):
                 ticket = ticket if attempt == 0 else self._tickets.acquire()
                 generation = self._generation(index, attempt, temperature, item, ticket)
@@ -220,19 +221,26 @@ class Speech:
                 finally:
                     ticket.release()
                 self.usage.add(generation.usage)
-                result.temperature = generation.job.sampling.temperature
-                result.token_ids = generation.text_token_ids
-                result.logprobs = generation.sequences[0].logprobs[len(generation.job.sampling.prefix_allowed) :]
-                result.no_speech_prob = self._no_speech_prob(generation) if self._wants_probabilities else None
+                result = self._windows[index] = replace(
+                    self._windows[index],
+                    temperature=generation.job.sampling.temperature,
+                    token_ids=generation.text_token_ids,
+                    logprobs=generation.sequences[0].logprobs[len(generation.job.sampling.prefix_allowed) :],
+                    no_speech_prob=self._no_speech_prob(generation) if self._wants_probabilities else None,
+                )
                 if rules is None or not held:
                     break
                 if rules.is_silence(result.no_speech_prob, result.avg_logprob):
                     result.token_ids, result.logprobs, held = [], [], [Delta("", "stop")]
                     break
-                if not rules.is_bad("".join(delta.text for delta in held), result.avg_logprob):
+                quality = rules.quality("".join(delta.text for delta in held), result.avg_logprob)
+                if quality >= (True, rules.log_prob_threshold):
                     break
-            if self._options.words and result.token_ids:
-                result.words = await self._align(index, item)
+                readings.append((quality, result, held))
+            else:  # all are bad; the best one, as in faster-whisper
+                _, self._windows[index], held = max(readings, key=itemgetter(0))
+            if self._options.words and self._windows[index].token_ids:
+                self._windows[index].words = await self._align(index, item)
             for delta in held:
                 await merged.put((index, delta))
 

@@ -20,7 +20,8 @@ RATE = 8000
 class Said:
     """Answers of a decoder: a text by temperature, with its probability and that of silence."""
 
-    def __init__(self, rig, model, texts: dict[float, str], logprob: float = -0.1, no_speech: float = -9.0) -> None:
+    def __init__(self, rig, model, texts: dict[float, str], logprob=-0.1, no_speech: float = -9.0) -> None:
+        """`logprob` is one for all, or by temperature."""
         self._texts, self._logprob = texts, logprob
         silence = whisper_prompt.no_speech_token_id(model, rig.cluster.text)
         self._silence = [TokenLogprob(1, -0.5, 1, [(silence, no_speech)])]
@@ -31,7 +32,8 @@ class Said:
 
     def _weighed(self, one: Tokens, message: Generate) -> Tokens:
         prompt = self._silence * len(message.prompt_token_ids) if one.prompt_logprobs else []
-        logprobs = [TokenLogprob(token, self._logprob, 1) for token in one.token_ids]
+        logprob = self._logprob[message.sampling.temperature] if isinstance(self._logprob, dict) else self._logprob
+        logprobs = [TokenLogprob(token, logprob, 1) for token in one.token_ids]
         return Tokens(
             **{name: getattr(one, name) for name in one.__struct_fields__}
             | {"logprobs": logprobs, "prompt_logprobs": prompt}
@@ -80,9 +82,15 @@ async def test_bad_text_is_read_again_at_the_next_temperature(speech_rig, whispe
     assert len(speech_rig.cluster.encoders[0].of(Encode)) == 3
 
 
-async def test_the_last_temperature_stands(speech_rig, whisper_model):
-    Said(speech_rig, whisper_model, dict.fromkeys(TEMPERATURES, " mumble"), logprob=-1.5)
-    assert (await ask(speech_rig))["text"] == "mumble"
+async def test_of_bad_readings_the_likeliest_stands(speech_rig, whisper_model):
+    """Drawn at the last temperature, a word of a second is another word."""
+    loop = " again and again" * 12
+    texts = {0.0: " cancelled", 0.2: loop, **dict.fromkeys(TEMPERATURES[2:], " android")}
+    logprobs = {0.0: -1.2, 0.2: -0.3, 0.4: -1.3, 0.6: -1.5, 0.8: -1.3, 1.0: -2.0}
+    Said(speech_rig, whisper_model, texts, logprobs)
+    answer = await ask(speech_rig)
+    assert answer["text"] == "cancelled"
+    assert [segment["temperature"] for segment in answer["segments"]] == [0.0]
     assert temperatures(speech_rig) == [*TEMPERATURES]
 
 
@@ -135,9 +143,16 @@ def test_rules_hold_nothing_unknown_against_a_window():
     assert not rules.is_silence(None, -5.0)
     assert rules.is_silence(0.7, -1.0)
     assert not rules.is_silence(0.7, -0.9)
-    assert not rules.is_bad("a text", None)
-    assert rules.is_bad("a text", -1.01)
+    assert rules.quality("a text", None) > (True, rules.log_prob_threshold)
     assert compression_ratio("ha " * 100) > 2.4 > compression_ratio("an ordinary sentence")
+
+
+def test_a_text_that_repeats_itself_is_worse_than_an_unlikely_one():
+    rules, repeated = Rules(), "ha " * 100
+    readings = [("a text", -0.9), ("a text", -1.01), ("a text", -5.0), (repeated, -0.1), (repeated, -0.2)]
+    assert sorted(readings, key=lambda reading: rules.quality(*reading), reverse=True) == readings
+    good = [rules.quality(*reading) >= (True, rules.log_prob_threshold) for reading in readings]
+    assert good == [True, False, False, False, False]
 
 
 def test_a_language_may_have_a_region():
