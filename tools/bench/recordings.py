@@ -30,7 +30,7 @@ class Heard:
 def recordings(
     server: Annotated[str, typer.Argument(help="Address of a server, such as http://127.0.0.1:8000.")],
     model: Annotated[Path, typer.Argument(help="Folder of the same checkpoint in CTranslate2's form.")],
-    folder: Annotated[Path, typer.Argument(help="Recordings (*.wav), and in *transcription* `TEXT (NAME)` lines.")],
+    folder: Annotated[Path, typer.Argument(help="Recordings (*.wav), with texts in *transcription* or *.txt.")],
 ) -> None:
     """Print word errors of both, and how far the times of equal words are apart."""
     from faster_whisper import WhisperModel  # type: ignore[import-not-found,unused-ignore]
@@ -63,10 +63,13 @@ def recordings(
 
 
 def _transcripts(folder: Path) -> dict[str, str]:
+    """Read lines `TEXT (NAME)` in *transcription*, and `NAME: TEXT` in *.txt."""
     found: dict[str, str] = {}
     for path in folder.rglob("*transcription*"):
         lines = re.findall(r"^(.*?)\s*\((\S+)\)\s*$", path.read_text(), re.MULTILINE)
         found |= {name: re.sub(r"</?s>", "", text) for text, name in lines}
+    for path in folder.rglob("*.txt"):
+        found |= dict(re.findall(r"^(\S+): ([^\[\n]+)$", path.read_text(), re.MULTILINE))  # no text: [a tone]
     return found
 
 
