@@ -10,6 +10,8 @@ from torch import Tensor
 class PlainRecorder:
     """Repeat the work by calling the function: the path of recorded steps on any device."""
 
+    size_bytes = 0
+
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         work()
         return work

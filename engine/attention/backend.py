@@ -79,6 +79,8 @@ class AttentionBackend(ABC):
     """Largest copy of one layer's cache that a decode step keeps, as a multiple of the cache."""
     slot_dtype: torch.dtype = torch.int64
     """The type of slot mappings that `write` takes without a conversion; it takes int64 and int32."""
+    calls_kernels: bool = False
+    """Whether what `make_decode_plan` returns runs as calls of `engine.native`, which a CPU can replay."""
     is_fallback: bool = False
     """Whether another backend would have been taken, had it been able to run here."""
 

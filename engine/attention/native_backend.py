@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from engine.attention.backend import AttentionBackend
+from engine.attention.backend import AttentionBackend, DecodePlan
 from engine.attention.metadata import AttentionMetadata
 from engine.native import ops
 from engine.state.bias import AttentionBias
+from engine.state.spec import HeadSpec, IntArray
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,31 @@ class _NativePlan:
     biases: dict[AttentionBias, torch.Tensor] = field(default_factory=dict)
 
 
+class NativeDecodePlan(DecodePlan):
+    """`tables` [num_requests, max_blocks], and by window `key_ranges` [num_requests, 2], rewritten in place."""
+
+    def __init__(
+        self, num_requests: int, max_blocks: int, block_size: int, windows: Iterable[int | None], *, causal: bool
+    ) -> None:
+        super().__init__(num_requests, max_blocks, block_size, causal=causal)
+        self.tables = torch.zeros(num_requests, max_blocks, dtype=torch.int64)
+        self.key_ranges = {window: torch.zeros(num_requests, 2, dtype=torch.int64) for window in (None, *windows)}
+
+    def _update(self, metadata: AttentionMetadata, num_keys: IntArray) -> None:
+        width = min(metadata.table.shape[1], self.max_blocks)
+        self.tables.numpy()[:, :width] = metadata.table[:, :width]
+        for window, ranges in self.key_ranges.items():
+            begins, ends = ranges.numpy().T
+            ends[:] = num_keys
+            np.maximum(num_keys - (window or num_keys), 0, out=begins)
+
+
 class NativeBackend(AttentionBackend):
     """Attend for every query token separately, efficient for few queries per request. Raises KernelsUnavailableError if
     the kernels cannot run."""
 
     name = "native"
+    calls_kernels = True
 
     def __init__(self) -> None:
         ops.enable()
@@ -52,16 +74,26 @@ class NativeBackend(AttentionBackend):
         self,
         query: torch.Tensor,
         cache: torch.Tensor,
-        plan: _NativePlan,
+        plan: _NativePlan | NativeDecodePlan,
         *,
         scale: float | None = None,
         bias: AttentionBias | None = None,
         window: int | None = None,
     ) -> torch.Tensor:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
+        if isinstance(plan, NativeDecodePlan):
+            ranges = plan.key_ranges[window if plan.causal else None]
+            return ops.paged_attention(_dense_heads(query), cache, plan.tables, ranges, scale, None)
         ranges = plan.key_ranges if window is None or not plan.metadata.causal else _within(plan, window)
         offsets = None if bias is None else _evaluated(plan, bias, query.shape[1])
         return ops.paged_attention(_dense_heads(query), cache, plan.tables, ranges, scale, offsets)
+
+    def make_decode_plan(
+        self, num_requests: int, max_blocks: int, block_size: int, dtype: torch.dtype, heads: HeadSpec, *, causal: bool
+    ) -> DecodePlan | None:
+        if heads.biased:
+            return None
+        return NativeDecodePlan(num_requests, max_blocks, block_size, heads.windows, causal=causal)
 
     def write(self, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         ops.write_cache(cache, _dense_heads(key), _dense_heads(value), slot_mapping)

@@ -56,12 +56,6 @@ class PeakMemory:
         self.size_bytes = max(0, peak - self._before)
 
 
-def reserved_memory(device: torch.device) -> int:
-    """Return the bytes held by torch's allocator of a CUDA device, in use or not, pools of idle CUDA graphs included. 0
-    on a CPU."""
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
-
-
 def release_free_memory(device: torch.device) -> None:
     """Return cached memory of a device's allocator to the system; of malloc, glibc's only."""
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""How a fixed sequence of device work is recorded once and done again: by CUDA graphs."""
+"""How a fixed sequence of device work is recorded once and done again: on a GPU by CUDA graphs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ WARM_UP_RUNS: Final = 2
 class Recorder(Protocol):
     """Make work with fixed input and output addresses repeatable."""
 
+    @property
+    def size_bytes(self) -> int:
+        """The memory that all recordings hold so far."""
+
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Return a function that repeats `work` on the present inputs and returns its output. Calls `work` at least
         once. An output is valid until another recording runs."""
@@ -30,6 +34,12 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
+        self._device, self._reserved = device, torch.cuda.memory_reserved(device)
+
+    @property
+    def size_bytes(self) -> int:
+        torch.cuda.empty_cache()  # of what a recording needed only while it was made
+        return torch.cuda.memory_reserved(self._device) - self._reserved
 
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         self._stream.wait_stream(torch.cuda.current_stream())

@@ -45,22 +45,14 @@ def activation(name: str) -> Activation:
 
 
 class LayerKernels(Protocol):
-    """The kernels shared by `native.ops` and `native.fused`. Ask `serves_...` first."""
+    """The kernels that `native.ops` and `native.fused` both have, and describe. Ask `serves_...` first."""
 
     def serves_norm(self, hidden: Tensor) -> bool: ...
-
-    def add_rms_norm(self, hidden: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """Add `added` to hidden, [..., size], in place and return the norm of the sum."""
-
+    def add_rms_norm(self, hidden: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor: ...
     def serves_gate(self, gate_up: Tensor) -> bool: ...
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """[m, 2 * n] -> [m, n], silu of the first half times the second."""
-
+    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
     def serves_rotation(self, x: Tensor) -> bool: ...
-
-    def rotate(self, x: Tensor, cosines: Tensor, signed_sines: Tensor) -> None:
-        """Rotate x [n, heads, head_dim] in place; cosines and sines are contiguous [n, 1, head_dim]."""
+    def rotate(self, x: Tensor, cosines: Tensor, signed_sines: Tensor) -> None: ...
 
 
 _on_cuda: LayerKernels | None = None

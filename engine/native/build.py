@@ -34,6 +34,7 @@ STEP: Final = KernelSource(
 QUANTISED: Final = KernelSource(
     Path(__file__).with_name("quantised.cpp"), ("-march=x86-64-v3", *_FLAGS), frozenset({"avx2", "fma", "f16c"})
 )
+_HEADER: Final = Path(__file__).with_name("calls.h")
 _COMPILERS: Final = ("c++", "g++", "clang++")
 _TIMEOUT_S: Final = 120.0
 _SHOWN_CHARACTERS: Final = 300
@@ -49,6 +50,9 @@ def in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {words[-_SHOWN_CHARACTERS:]}" if words else type(error).__name__
 
 
+loaded: Final[dict[KernelSource, ctypes.CDLL]] = {}
+
+
 @functools.cache
 def load_kernels(source: KernelSource = STEP) -> ctypes.CDLL:
     """The compiled kernels. Raises KernelsUnavailableError without the processor, a compiler or a place to write."""
@@ -59,7 +63,7 @@ def load_kernels(source: KernelSource = STEP) -> ctypes.CDLL:
     import torch  # noqa: F401
 
     try:
-        return ctypes.CDLL(str(compiled_kernels(source)))
+        return loaded.setdefault(source, ctypes.CDLL(str(compiled_kernels(source))))
     except OSError as error:
         raise KernelsUnavailableError(f"the compiled kernels do not load: {error}") from error
 
@@ -78,7 +82,9 @@ def compiled_kernels(source: KernelSource = STEP) -> Path:
 
     An image whose workers have no compiler can call this while it is built.
     """
-    digest = hashlib.sha256(" ".join((source.path.read_text(), *source.flags)).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(
+        " ".join((source.path.read_text(), _HEADER.read_text(), *source.flags)).encode()
+    ).hexdigest()[:16]
     name = f"{source.path.stem}-{digest}.so"
     path = _cache_folder() / name
     if path.exists():

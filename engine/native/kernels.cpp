@@ -13,6 +13,8 @@
 #include <cstring>
 #include <vector>
 
+#include "calls.h"
+
 namespace {
 
 struct bf16 {
@@ -372,14 +374,16 @@ extern "C" {
 // size_n is a multiple of eight.
 void linear(const bf16* x, int64_t x_stride, const bf16* w, const bf16* bias, bf16* y, int64_t size_m, int64_t size_n,
             int64_t size_k) {
+    kept([=] {
 #pragma omp parallel for schedule(static)
-    for (int64_t n = 0; n < size_n; n += kColumns) {
-        const bf16* offsets = bias ? bias + n : nullptr;
-        for (int64_t m = 0; m < size_m; m += 3) {
-            const auto tile = size_m - m >= 3 ? linear_tile<3> : size_m - m == 2 ? linear_tile<2> : linear_tile<1>;
-            tile(x + m * x_stride, x_stride, w + n * size_k, offsets, y + m * size_n + n, size_n, size_k);
+        for (int64_t n = 0; n < size_n; n += kColumns) {
+            const bf16* offsets = bias ? bias + n : nullptr;
+            for (int64_t m = 0; m < size_m; m += 3) {
+                const auto tile = size_m - m >= 3 ? linear_tile<3> : size_m - m == 2 ? linear_tile<2> : linear_tile<1>;
+                tile(x + m * x_stride, x_stride, w + n * size_k, offsets, y + m * size_n + n, size_n, size_k);
+            }
         }
-    }
+    });
 }
 
 // One query token each against a range of the keys of its sequence; an empty range gives zeros.
@@ -391,15 +395,19 @@ void paged_attention_bf16(const bf16* query, int64_t query_stride, const bf16* c
                           const int64_t* tables, int64_t table_stride, const int64_t* key_ranges, const float* bias,
                           int64_t bias_len, bf16* out, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,
                           int64_t head_dim, int64_t block_size, float scale) {
-    paged_attention(query, query_stride, cache, value_offset, tables, table_stride, key_ranges, bias, bias_len, out,
-                    num_tokens, num_heads, num_kv_heads, head_dim, block_size, scale);
+    kept([=] {
+        paged_attention(query, query_stride, cache, value_offset, tables, table_stride, key_ranges, bias, bias_len, out,
+                        num_tokens, num_heads, num_kv_heads, head_dim, block_size, scale);
+    });
 }
 void paged_attention_f32(const float* query, int64_t query_stride, const float* cache, int64_t value_offset,
                          const int64_t* tables, int64_t table_stride, const int64_t* key_ranges, const float* bias,
                          int64_t bias_len, float* out, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,
                          int64_t head_dim, int64_t block_size, float scale) {
-    paged_attention(query, query_stride, cache, value_offset, tables, table_stride, key_ranges, bias, bias_len, out,
-                    num_tokens, num_heads, num_kv_heads, head_dim, block_size, scale);
+    kept([=] {
+        paged_attention(query, query_stride, cache, value_offset, tables, table_stride, key_ranges, bias, bias_len, out,
+                        num_tokens, num_heads, num_kv_heads, head_dim, block_size, scale);
+    });
 }
 
 // query [batch, num_heads, num_queries, head_dim], key and value [batch, num_kv_heads, num_keys, head_dim] with strides
@@ -409,74 +417,85 @@ void dense_attention_bf16(const bf16* query, const int64_t* query_strides, const
                           const int64_t* key_strides, bf16* out, int64_t batch, int64_t num_heads, int64_t num_kv_heads,
                           int64_t num_queries, int64_t num_keys, int64_t head_dim, float scale, int64_t causal) {
     const auto run = head_dim == 64 ? dense_attention<64> : head_dim == 128 ? dense_attention<128> : dense_attention<0>;
-    run(query, {query_strides[0], query_strides[1], query_strides[2]}, key, value,
-        {key_strides[0], key_strides[1], key_strides[2]}, out, batch, num_heads, num_kv_heads, num_queries, num_keys,
-        head_dim, scale, causal);
+    const Strides of_query{query_strides[0], query_strides[1], query_strides[2]};
+    const Strides of_keys{key_strides[0], key_strides[1], key_strides[2]};
+    kept([=] {
+        run(query, of_query, key, value, of_keys, out, batch, num_heads, num_kv_heads, num_queries, num_keys, head_dim,
+            scale, causal);
+    });
 }
 
 // Keys and values [num_tokens, width] (strides between rows given) into their slots of a cache. All in units of two bytes.
 void write_cache(const uint16_t* key, int64_t key_stride, const uint16_t* value, int64_t value_stride, uint16_t* cache,
                  int64_t value_offset, const int64_t* slots, int64_t num_tokens, int64_t width) {
+    kept([=] {
 #pragma omp parallel for schedule(static) if (num_tokens >= 64)
-    for (int64_t token = 0; token < num_tokens; token++) {
-        std::copy_n(key + token * key_stride, width, cache + slots[token] * width);
-        std::copy_n(value + token * value_stride, width, cache + value_offset + slots[token] * width);
-    }
+        for (int64_t token = 0; token < num_tokens; token++) {
+            std::copy_n(key + token * key_stride, width, cache + slots[token] * width);
+            std::copy_n(value + token * value_stride, width, cache + value_offset + slots[token] * width);
+        }
+    });
 }
 
 // Adds `added` (null: nothing) to hidden in place, then y = hidden / rms(hidden) * weight. All [num_rows, size].
 void add_rms_norm(bf16* hidden, const bf16* added, const bf16* weight, bf16* y, int64_t num_rows, int64_t size,
                   float eps) {
+    kept([=] {
 #pragma omp parallel for schedule(static) if (num_rows >= 16)
-    for (int64_t row = 0; row < num_rows; row++) {
-        bf16* x = hidden + row * size;
-        __m512 squares = _mm512_setzero_ps();
-        for (int64_t i = 0; i < size; i += kLanes) {
-            const __mmask16 mask = lanes(size - i);
-            if (added) store(x + i, mask, _mm512_add_ps(load(x + i, mask), load(added + row * size + i, mask)));
-            const __m512 value = load(x + i, mask);
-            squares = _mm512_fmadd_ps(value, value, squares);
+        for (int64_t row = 0; row < num_rows; row++) {
+            bf16* x = hidden + row * size;
+            __m512 squares = _mm512_setzero_ps();
+            for (int64_t i = 0; i < size; i += kLanes) {
+                const __mmask16 mask = lanes(size - i);
+                if (added) store(x + i, mask, _mm512_add_ps(load(x + i, mask), load(added + row * size + i, mask)));
+                const __m512 value = load(x + i, mask);
+                squares = _mm512_fmadd_ps(value, value, squares);
+            }
+            const __m512 factor = _mm512_set1_ps(1.0f / __builtin_sqrtf(_mm512_reduce_add_ps(squares) / size + eps));
+            for (int64_t i = 0; i < size; i += kLanes) {
+                const __mmask16 mask = lanes(size - i);
+                store(y + row * size + i, mask, _mm512_mul_ps(_mm512_mul_ps(load(x + i, mask), factor), load(weight + i, mask)));
+            }
         }
-        const __m512 factor = _mm512_set1_ps(1.0f / __builtin_sqrtf(_mm512_reduce_add_ps(squares) / size + eps));
-        for (int64_t i = 0; i < size; i += kLanes) {
-            const __mmask16 mask = lanes(size - i);
-            store(y + row * size + i, mask, _mm512_mul_ps(_mm512_mul_ps(load(x + i, mask), factor), load(weight + i, mask)));
-        }
-    }
+    });
 }
 
 // gate_up [num_rows, 2 * size] -> y [num_rows, size] = silu(gate) * up.
 void silu_mul(const bf16* gate_up, bf16* y, int64_t num_rows, int64_t size) {
+    kept([=] {
 #pragma omp parallel for schedule(static) if (num_rows >= 4)
-    for (int64_t row = 0; row < num_rows; row++)
-        for (int64_t i = 0; i < size; i += kLanes) {
-            const __mmask16 mask = lanes(size - i);
-            const __m512 gate = load(gate_up + row * 2 * size + i, mask);
-            const __m512 up = load(gate_up + row * 2 * size + size + i, mask);
-            const __m512 below = _mm512_add_ps(_mm512_set1_ps(1.0f), exponential(_mm512_sub_ps(_mm512_setzero_ps(), gate)));
-            store(y + row * size + i, mask, _mm512_mul_ps(_mm512_div_ps(gate, below), up));
-        }
+        for (int64_t row = 0; row < num_rows; row++)
+            for (int64_t i = 0; i < size; i += kLanes) {
+                const __mmask16 mask = lanes(size - i);
+                const __m512 gate = load(gate_up + row * 2 * size + i, mask);
+                const __m512 up = load(gate_up + row * 2 * size + size + i, mask);
+                const __m512 below = _mm512_add_ps(_mm512_set1_ps(1.0f), exponential(_mm512_sub_ps(_mm512_setzero_ps(), gate)));
+                store(y + row * size + i, mask, _mm512_mul_ps(_mm512_div_ps(gate, below), up));
+            }
+    });
 }
 
 // x [num_tokens, num_heads, head_dim] in place, x_stride between tokens; cosines and signed sines [num_tokens, head_dim]:
 // x * cos + (second half, first half) * sin. head_dim is a multiple of 32.
 void rotate(bf16* x, int64_t x_stride, const bf16* cosines, const bf16* sines, int64_t num_tokens, int64_t num_heads,
             int64_t head_dim) {
-    const int64_t half = head_dim / 2;
+    kept([=] {
+        const int64_t half = head_dim / 2;
 #pragma omp parallel for schedule(static) if (num_tokens >= 16)
-    for (int64_t token = 0; token < num_tokens; token++)
-        for (int64_t i = 0; i < half; i += kLanes) {
-            const int64_t at = token * head_dim + i;
-            const __m512 cos_low = load(cosines + at, 0xffff), cos_high = load(cosines + at + half, 0xffff);
-            const __m512 sin_low = load(sines + at, 0xffff), sin_high = load(sines + at + half, 0xffff);
-            for (int64_t head = 0; head < num_heads; head++) {
-                bf16* low = x + token * x_stride + head * head_dim + i;
-                bf16* high = low + half;
-                const __m512 first = load(low, 0xffff), second = load(high, 0xffff);
-                store(low, 0xffff, _mm512_fmadd_ps(second, sin_low, _mm512_mul_ps(first, cos_low)));
-                store(high, 0xffff, _mm512_fmadd_ps(first, sin_high, _mm512_mul_ps(second, cos_high)));
+        for (int64_t token = 0; token < num_tokens; token++)
+            for (int64_t i = 0; i < half; i += kLanes) {
+                const int64_t at = token * head_dim + i;
+                const __m512 cos_low = load(cosines + at, 0xffff), cos_high = load(cosines + at + half, 0xffff);
+                const __m512 sin_low = load(sines + at, 0xffff), sin_high = load(sines + at + half, 0xffff);
+                for (int64_t head = 0; head < num_heads; head++) {
+                    bf16* low = x + token * x_stride + head * head_dim + i;
+                    bf16* high = low + half;
+                    const __m512 first = load(low, 0xffff), second = load(high, 0xffff);
+                    store(low, 0xffff, _mm512_fmadd_ps(second, sin_low, _mm512_mul_ps(first, cos_low)));
+                    store(high, 0xffff, _mm512_fmadd_ps(first, sin_high, _mm512_mul_ps(second, cos_high)));
+                }
             }
-        }
+    });
 }
 
 }  // extern "C"

@@ -127,24 +127,10 @@ def paged_attention(
     out = torch.empty(query.shape, dtype=query.dtype)
     num_tokens, num_heads, head_dim = query.shape
     attend = _library.paged_attention_bf16 if query.dtype == torch.bfloat16 else _library.paged_attention_f32
-    attend(
-        query.data_ptr(),
-        query.stride(0),
-        cache.data_ptr(),
-        cache.stride(0),
-        tables.data_ptr(),
-        tables.stride(0),
-        key_ranges.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        0 if bias is None else bias.shape[-1],
-        out.data_ptr(),
-        num_tokens,
-        num_heads,
-        cache.shape[3],
-        head_dim,
-        cache.shape[2],
-        scale,
-    )
+    keys = cache.data_ptr(), cache.stride(0), tables.data_ptr(), tables.stride(0), key_ranges.data_ptr()
+    addends = (None, 0) if bias is None else (bias.data_ptr(), bias.shape[-1])
+    sizes = num_tokens, num_heads, cache.shape[3], head_dim, cache.shape[2]
+    attend(query.data_ptr(), query.stride(0), *keys, *addends, out.data_ptr(), *sizes, scale)
     return out
 
 
@@ -171,20 +157,8 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, *, 
     batch, num_heads, num_queries, head_dim = query.shape
     num_kv_heads, num_keys = key.shape[1:3]
     out = query.new_empty(batch, num_queries, num_heads, head_dim)
-    _library.dense_attention_bf16(
-        query.data_ptr(),
-        _STRIDES(*query.stride()[:3]),
-        key.data_ptr(),
-        value.data_ptr(),
-        _STRIDES(*key.stride()[:3]),
-        out.data_ptr(),
-        batch,
-        num_heads,
-        num_kv_heads,
-        num_queries,
-        num_keys,
-        head_dim,
-        scale,
-        causal,
-    )
+    queries = query.data_ptr(), _STRIDES(*query.stride()[:3])
+    keys = key.data_ptr(), value.data_ptr(), _STRIDES(*key.stride()[:3])
+    sizes = batch, num_heads, num_kv_heads, num_queries, num_keys, head_dim
+    _library.dense_attention_bf16(*queries, *keys, out.data_ptr(), *sizes, scale, causal)
     return out

@@ -15,6 +15,8 @@
 #include <cstring>
 #include <vector>
 
+#include "calls.h"
+
 namespace {
 
 struct bf16 {
@@ -360,13 +362,15 @@ extern "C" {
 void quantised_linear_f32(int64_t kind, const float* x, int64_t x_stride, const uint8_t* codes, const float* scales,
                           const float* zeros, int64_t groups, int64_t group, const float* bias, float* y, int64_t size_m,
                           int64_t size_n, int64_t size_k) {
-    of_kind(kind, x, x_stride, codes, Groups{scales, zeros, groups, group}, bias, y, size_m, size_n, size_k);
+    const Groups all{scales, zeros, groups, group};
+    kept([=] { of_kind(kind, x, x_stride, codes, all, bias, y, size_m, size_n, size_k); });
 }
 void quantised_linear_bf16(int64_t kind, const bf16* x, int64_t x_stride, const uint8_t* codes, const float* scales,
                            const float* zeros, int64_t groups, int64_t group, const bf16* bias, bf16* y, int64_t size_m,
                            int64_t size_n, int64_t size_k) {
     const auto run = kind != 2 && size_n >= kColumns ? of_integers : of_kind<bf16>;
-    run(kind, x, x_stride, codes, Groups{scales, zeros, groups, group}, bias, y, size_m, size_n, size_k);
+    const Groups all{scales, zeros, groups, group};
+    kept([=] { run(kind, x, x_stride, codes, all, bias, y, size_m, size_n, size_k); });
 }
 
 }  // extern "C"

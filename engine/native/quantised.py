@@ -48,21 +48,11 @@ def linear(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, group
     scales and zeros float32 [n, groups] of `group` columns each, a multiple of 32 where there are several. Zeros may be
     missing except for pairs. All contiguous but x; bias has the dtype of x.
     """
-    rows, size = x.shape
-    out = x.new_empty(rows, len(codes))
-    getattr(library(), _FUNCTIONS[x.dtype])(
-        KINDS[codes.dtype],
-        x.data_ptr(),
-        x.stride(0),
-        codes.data_ptr(),
-        scales.data_ptr(),
-        None if zeros is None else zeros.data_ptr(),
-        scales.shape[1],
-        group,
-        None if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        rows,
-        len(codes),
-        size,
-    )
+    (rows, size), columns = x.shape, len(codes)
+    out = x.new_empty(rows, columns)
+    offsets = None if bias is None else bias.data_ptr()
+    groups = scales.data_ptr(), None if zeros is None else zeros.data_ptr(), scales.shape[1], group
+    multiply = getattr(library(), _FUNCTIONS[x.dtype])
+    inputs = KINDS[codes.dtype], x.data_ptr(), x.stride(0), codes.data_ptr()
+    multiply(*inputs, *groups, offsets, out.data_ptr(), rows, columns, size)
     return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import torch
 
@@ -20,11 +21,11 @@ from engine.device.choice import choose_device, choose_dtype
 from engine.device.copy_stream import AsyncCopy, CopyStream
 from engine.device.gpu_memory import in_words
 from engine.device.memory import MemoryReport, zeros
-from engine.device.memory_profiler import reserved_memory
 from engine.device.recorder import CudaRecorder, Recorder
 from engine.models.layers import use_layer_kernels
 from engine.models.lora.pool import AdapterPool
 from engine.models.registry import load_decoder
+from engine.native.calls import CallRecorder
 from engine.runner.alignment import alignment_heads, first_frames, gather_heads
 from engine.runner.cross import CrossBatch, write_cross
 from engine.runner.graphs import DecodeGraphs, GraphParts, UnrecordableError, graph_sizes
@@ -44,6 +45,9 @@ from engine.state.request import Request, Sequence
 from engine.state.spec import DecoderSpec, HeadSpec, Table
 
 log = get_logger()
+
+MAX_CALLED_BYTES: Final = 2**30
+"""Larger weights take a CPU so long that Python's part of a step is lost in it: nothing is recorded."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +100,12 @@ class DecoderRunner:
         self.backend = choose_backend(self.device, self.dtype, config.attention_backend, HeadSpec.of(self.spec))
         self.layers_are_fallback = not use_layer_kernels(self.device, config.attention_backend)
         self._uses_mrope = self.spec.mrope_section is not None
-        self.records_graphs = self.device.type == "cuda" and not config.enforce_eager
-        self.graph_sizes = graph_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
+        is_small = self.load_report.parameter_bytes <= MAX_CALLED_BYTES
+        by_calls = (
+            is_small and self.backend.calls_kernels and self.dtype == torch.bfloat16
+        )  # which the layers' kernels take
+        self.records_graphs = not config.enforce_eager and (self.device.type == "cuda" or by_calls)
+        self.graph_sizes = graph_sizes(self.device, min(config.max_num_seqs, config.max_num_batched_tokens))
         self.graphs: DecodeGraphs | None = None
         self._cross: CrossBatch | None = None
         if self.spec.has_cross_attention:
@@ -115,7 +123,7 @@ class DecoderRunner:
         self.num_host_blocks = min(memory.swap // self.block_bytes, self.num_blocks)
         self._host_caches: list[torch.Tensor] = []
         if self.records_graphs:
-            self.record_graphs(CudaRecorder(self.device))
+            self.record_graphs(self.make_recorder())
 
     @property
     def block_bytes(self) -> int:
@@ -125,14 +133,17 @@ class DecoderRunner:
 
     def record_graphs(self, recorder: Recorder) -> None:
         """Let decode steps be replayed from now on, where the model and the attention backend can be recorded."""
-        began_s, reserved = time.monotonic(), reserved_memory(self.device)
+        began_s = time.monotonic()
         try:
             self.graphs = DecodeGraphs.record(self.graph_parts(), self.graph_sizes, recorder)
         except UnrecordableError as reason:
             log.warning("decode steps run eagerly", reason=str(reason))
             return
-        seconds, memory = time.monotonic() - began_s, reserved_memory(self.device) - reserved
-        log.info("decode steps recorded", sizes=self.graphs.sizes, seconds=round(seconds, 1), memory=in_words(memory))
+        seconds, memory = round(time.monotonic() - began_s, 1), in_words(recorder.size_bytes)
+        log.info("decode steps recorded", sizes=self.graphs.sizes, seconds=seconds, memory=memory)
+
+    def make_recorder(self) -> Recorder:
+        return CudaRecorder(self.device) if self.device.type == "cuda" else CallRecorder()
 
     def graph_parts(self) -> GraphParts:
         """Return the parts of a recorded decode step, over the present caches."""

@@ -1,8 +1,8 @@
-"""Decode steps as CUDA graphs: recorded at start for some batch sizes, and replayed with new inputs.
+"""Decode steps recorded at start for some batch sizes, and replayed with new inputs: as CUDA graphs, on a CPU as calls.
 
-Launching the kernels of a decode step one by one takes the host longer than a GPU takes to run them. A graph is
-launched as a whole, but only ever does the same work over the same addresses. So a batch is padded up to the next size,
-and what changes from step to step stands in buffers at fixed addresses:
+Launching the kernels of a decode step one by one takes the host longer than a GPU takes to run them, and a quarter of
+the step of a small model on a CPU. A recording only ever does the same work over the same addresses. So a batch is
+padded up to the next size, and what changes from step to step stands in buffers at fixed addresses:
 
     rows        int64 [3 + axes, size]     input ids · slots of LastTokens · slot mapping · positions (M-RoPE: 3 axes)
                 one more for Mllama        whether an input stands at a token or before it
@@ -38,6 +38,7 @@ from engine.state.spec import HeadSpec, IntArray
 
 _SMALL_SIZES: Final = (1, 2, 4)
 _SIZE_STEP: Final = 8
+_CPU_SIZES: Final = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
 _POSITIONS: Final = 3
 """Rows before those of the positions."""
 
@@ -59,8 +60,11 @@ class GraphParts:
     inputs_in_prompt: bool
 
 
-def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Return the batch sizes to record: 1, 2, 4, 8, 16, 24 … and the largest possible batch."""
+def graph_sizes(device: torch.device, max_num_seqs: int) -> list[int]:
+    """Return the batch sizes to record: 1, 2, 4, 8, 16, 24 … and the largest possible batch. On a CPU _CPU_SIZES, for
+    padding is work there and large batches gain little."""
+    if device.type == "cpu":
+        return [size for size in _CPU_SIZES if size <= max_num_seqs]
     steps = range(_SIZE_STEP, max_num_seqs, _SIZE_STEP)
     return [*(size for size in (*_SMALL_SIZES, *steps) if size < max_num_seqs), max_num_seqs]
 
@@ -198,7 +202,7 @@ def _record(parts: GraphParts, size: int, recorder: Recorder) -> _Recording | No
 
 def _make_plans(parts: GraphParts, size: int) -> tuple[DecodePlan, DecodePlan | None] | None:
     spec, cache = parts.model.spec, parts.caches[0]
-    heads = HeadSpec(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    heads = HeadSpec.of(spec)
 
     def make(max_blocks: int, *, causal: bool) -> DecodePlan | None:
         own = replace(heads, biased=("self" if causal else "cross") in spec.biased)

@@ -2,7 +2,7 @@
 
     prefill   max_num_batched_tokens tokens, the last ones of sequences at full length, whose blocks lie scattered
     logits    of max_num_seqs sequences, sampled with every filter
-    graphs    recorded decode steps, which keep what they use (CUDA)
+    graphs    recorded decode steps, which keep what they use
 
 A step that would take long is measured smaller and scaled: both parts grow with their number of rows, and the layers
 of a model use the same memory one after the other. So no model is held up for much longer than `TIME_S`.
@@ -28,8 +28,7 @@ from common.telemetry import get_logger
 from engine.cache.block_manager import BlockManager
 from engine.cache.encoder_cache import EncoderCacheManager
 from engine.device.memory import DecoderNeeds, MemoryReport, all_pools_given, size_decoder, zeros
-from engine.device.memory_profiler import PeakMemory, one_layer_of_each_stack, release_free_memory, reserved_memory
-from engine.device.recorder import CudaRecorder
+from engine.device.memory_profiler import PeakMemory, one_layer_of_each_stack, release_free_memory
 from engine.runner.decoder import DecoderRunner
 from engine.runner.graphs import DecodeGraphs, UnrecordableError
 from engine.sampling.sampler import Sampler
@@ -111,17 +110,16 @@ def measure_graphs(runner: DecoderRunner) -> int:
     """
     if not runner.records_graphs:
         return 0
-    parts, recorder = runner.graph_parts(), CudaRecorder(runner.device)
     release_free_memory(runner.device)
-    graphs, reserved = [], [reserved_memory(runner.device)]
+    parts, recorder = runner.graph_parts(), runner.make_recorder()
+    graphs, held = [], [0]
     for size in reversed(runner.graph_sizes):
         with contextlib.suppress(UnrecordableError):
             graphs.append(DecodeGraphs.record(parts, [size], recorder))
-            release_free_memory(runner.device)
-            reserved.append(reserved_memory(runner.device))
+            held.append(recorder.size_bytes)
         if len(graphs) == 2:
             break
-    kept = [after - before for before, after in pairwise(reserved)]
+    kept = [after - before for before, after in pairwise(held)]
     return sum(kept[:1]) + sum(kept[1:]) * (len(runner.graph_sizes) - 1)
 
 

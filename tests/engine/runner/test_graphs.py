@@ -32,6 +32,7 @@ from tests.fake_flashinfer.installed import flashinfer_on_cpu
 from tests.plain_recorder import PlainRecorder
 from tests.tiny.mllama import make_mllama
 
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FAMILIES = ("tiny_llama", "tiny_vision", "tiny_mllama", "tiny_speech", "tiny_bart", "tiny_t5")
 
 
@@ -49,10 +50,11 @@ def eager(info: ModelInfo, **options: Any) -> DecoderEngine:
 
 
 def recorded(info: ModelInfo, **options: Any) -> DecoderEngine:
-    """On CUDA an engine records by itself; on a CPU it is told to."""
+    """On CUDA an engine records by itself; on a CPU it is told to, and for CUDA's batch sizes."""
     if options.get("device") == "cuda":
         return eager(info, enforce_eager=False, **options)
     engine = eager(info, **options)
+    engine.runner.graph_sizes = graph_sizes(CUDA, engine.config.max_num_seqs)
     engine.runner.record_graphs(PlainRecorder())
     return engine
 
@@ -158,11 +160,16 @@ def test_plans_of_flashinfer_are_replayed(tmp_path: Path, family: str) -> None:
 
 
 def test_a_batch_is_padded_up_to_the_next_size() -> None:
-    assert graph_sizes(1) == [1]
-    assert graph_sizes(6) == [1, 2, 4, 6]
-    assert graph_sizes(8) == [1, 2, 4, 8]
-    assert graph_sizes(20) == [1, 2, 4, 8, 16, 20]
-    assert graph_sizes(256)[-3:] == [240, 248, 256]
+    assert graph_sizes(CUDA, 1) == [1]
+    assert graph_sizes(CUDA, 6) == [1, 2, 4, 6]
+    assert graph_sizes(CUDA, 8) == [1, 2, 4, 8]
+    assert graph_sizes(CUDA, 20) == [1, 2, 4, 8, 16, 20]
+    assert graph_sizes(CUDA, 256)[-3:] == [240, 248, 256]
+
+
+def test_on_a_cpu_batches_are_hardly_padded_and_large_ones_not_recorded() -> None:
+    assert graph_sizes(CPU, 5) == [1, 2, 3, 4, 5]
+    assert graph_sizes(CPU, 256)[-4:] == [20, 24, 28, 32]
 
 
 def test_padding_writes_to_the_block_that_is_nobodys(tiny_llama: ModelInfo) -> None:
@@ -272,6 +279,8 @@ def test_backends_without_fixed_plans_run_eagerly(tiny_llama: ModelInfo, monkeyp
 class Refusing:
     """A recorder that says no as FlashInfer and CUDA do: what they raise is documented nowhere."""
 
+    size_bytes = 0
+
     def __init__(self, error: Exception) -> None:
         self._error = error
 
@@ -322,7 +331,7 @@ def test_what_a_start_measures_is_measured_without_graphs_that_are_refused(
 ) -> None:
     runner = eager(tiny_llama).runner
     runner.records_graphs = True
-    monkeypatch.setattr(profile, "CudaRecorder", lambda _: Refusing(AssertionError("paged_kv_indptr_buffer")))
+    monkeypatch.setattr(runner, "make_recorder", lambda: Refusing(AssertionError("paged_kv_indptr_buffer")))
     assert profile.measure_graphs(runner) == 0
 
 
@@ -412,7 +421,9 @@ def test_positions_bias_the_recorded_self_attention_alone() -> None:
         asked[causal] = args[-1].biased
         return object()
 
-    spec = SimpleNamespace(num_heads=2, num_kv_heads=2, head_dim=64, biased=("self",), has_cross_attention=True)
+    spec = SimpleNamespace(
+        num_heads=2, num_kv_heads=2, head_dim=64, biased=("self",), has_cross_attention=True, windows=(None,)
+    )
     parts = SimpleNamespace(
         model=SimpleNamespace(spec=spec),
         backend=SimpleNamespace(make_decode_plan=make),
