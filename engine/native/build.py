@@ -51,6 +51,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 loaded: Final[dict[KernelSource, ctypes.CDLL]] = {}
+"""Every library that this process has loaded."""
 
 
 @functools.cache

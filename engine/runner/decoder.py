@@ -100,10 +100,9 @@ class DecoderRunner:
         self.backend = choose_backend(self.device, self.dtype, config.attention_backend, HeadSpec.of(self.spec))
         self.layers_are_fallback = not use_layer_kernels(self.device, config.attention_backend)
         self._uses_mrope = self.spec.mrope_section is not None
-        is_small = self.load_report.parameter_bytes <= MAX_CALLED_BYTES
-        by_calls = (
-            is_small and self.backend.calls_kernels and self.dtype == torch.bfloat16
-        )  # which the layers' kernels take
+        # The kernels of layers take bfloat16 alone.
+        called = self.backend.calls_kernels and self.dtype == torch.bfloat16
+        by_calls = called and self.load_report.parameter_bytes <= MAX_CALLED_BYTES
         self.records_graphs = not config.enforce_eager and (self.device.type == "cuda" or by_calls)
         self.graph_sizes = graph_sizes(self.device, min(config.max_num_seqs, config.max_num_batched_tokens))
         self.graphs: DecodeGraphs | None = None
@@ -222,7 +221,7 @@ class DecoderRunner:
         self, graphs: DecodeGraphs, step: ScheduledStep, inputs: StepInputs, blocks: BlockManager
     ) -> torch.Tensor | None:
         """Return hidden states by a recorded step; None if no recording fits."""
-        if len(inputs.input_ids) > len(step.sequences):
+        if len(inputs.input_ids) > min(len(step.sequences), graphs.sizes[-1]):
             return None
         own = self_metadata(step, inputs, blocks, torch.from_numpy(inputs.block_table), None)
         cross = None if self._cross is None else self._cross.metadata(step, inputs, blocks, on_device=False)
