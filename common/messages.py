@@ -442,7 +442,6 @@ _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 _from_worker: msgspec.msgpack.Decoder[FromWorker | Heartbeat] = msgspec.msgpack.Decoder(FromWorker | Heartbeat)
 _handoff: msgspec.msgpack.Decoder[HandoffMessage] = msgspec.msgpack.Decoder(HandoffMessage)
-_tensor_header = msgspec.msgpack.Decoder(TensorHeader)
 _record = msgspec.msgpack.Decoder(InstanceRecord)
 _placed = msgspec.msgpack.Decoder(Placed)
 
@@ -483,11 +482,6 @@ def decode_from_worker(data: bytes | memoryview) -> FromWorker | Heartbeat:
 def decode_handoff(data: bytes | memoryview) -> HandoffMessage:
     """Return an offer, grant or receipt. Raises TriptychError("invalid_request") on any other bytes."""
     return _decode(_handoff, data, MAX_CONTROL_BYTES)
-
-
-def decode_tensor_header(data: bytes | memoryview) -> TensorHeader:
-    """Return the header of a tensor. Raises TriptychError("invalid_request") on any other bytes."""
-    return _decode(_tensor_header, data, 64 * 2**10)
 
 
 def decode_record(data: bytes | memoryview) -> InstanceRecord:

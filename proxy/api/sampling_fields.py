@@ -13,7 +13,6 @@ from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from common.config import closest
 from common.errors import TriptychError, invalid
 from common.sampling_params import (
     MAX_LENGTH_PENALTY,
@@ -27,7 +26,7 @@ from common.text.processor import TextProcessor
 from common.text.token_text import bad_words_ids
 from proxy.api.structured import StructuredFields
 from proxy.dispatch.text_stream import Usage
-from proxy.server.errors import FIRST_ERROR, unsupported
+from proxy.server.errors import FIRST_ERROR, refuse_unsupported
 
 IGNORED: Final = frozenset(
     [
@@ -157,14 +156,7 @@ class GenerationRequest(StructuredFields, ABC):
 
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> GenerationRequest:
-        for name, value in (self.model_extra or {}).items():
-            if name in IGNORED:
-                continue
-            if name not in ACCEPTED_OFF:
-                like = closest(name[:80], type(self).model_fields)
-                raise invalid(f"{name:.80} is not a known field: leave it out{like}", name[:80])
-            if not any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in ACCEPTED_OFF[name]):
-                raise unsupported(name, value)
+        refuse_unsupported(self.model_extra, IGNORED, ACCEPTED_OFF, type(self).model_fields)
         return self
 
     def sampling(

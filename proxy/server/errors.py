@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
@@ -110,6 +110,17 @@ def from_validation(error: ValidationError, known: Iterable[str] = ()) -> Tripty
     value = "" if first["type"] == "missing" else f", not {shown(first.get('input'))}"
     message = first["msg"].removeprefix("Value error, ")
     return invalid(f"{param or 'body'}: {message}{value}", param)
+
+
+def refuse_unsupported(
+    fields: Mapping[str, Any] | None, ignored: Container[str], off: Mapping[str, tuple[Any, ...]], known: Iterable[str]
+) -> None:
+    """Raise TriptychError("invalid_request") for a field that is not `ignored`, nor has one of its values of `off`."""
+    for name, value in (fields or {}).items():
+        if name not in off and name not in ignored:
+            raise invalid(f"{name:.80} is not a known field: leave it out{closest(name[:80], known)}", name[:80])
+        if name in off and (value, type(value) is bool) not in ((one, type(one) is bool) for one in off[name]):
+            raise unsupported(name, value)
 
 
 def unsupported(name: str, value: object) -> TriptychError:

@@ -34,7 +34,6 @@ from common.messages import (
     decode_from_worker,
     decode_handoff,
     decode_record,
-    decode_tensor_header,
     decode_to_worker,
     encode,
 )
@@ -71,7 +70,7 @@ MESSAGES: dict[Callable[[bytes], Any], list[Any]] = {
         Receipt("r", 0, 1, "stored", 2),
         Withdraw("r", 0, 1, "e0"),
     ],
-    decode_tensor_header: [TensorHeader("r", 0, 1, "e0", 7, [64, 192], "float32", 49152, 2**63, 1, "self", 16)],
     decode_record: [InstanceRecord("e0", "encoder", 7, "signpost", "f00d", "float32", "http://x:1", "tcp://x:2")],
 }
+HEADER = TensorHeader("r", 0, 1, "e0", 7, [64, 192], "float32", 49152, 2**63, 1, "self", 16)
 WIRE = {decode: [encode(message) for message in messages] for decode, messages in MESSAGES.items()}

@@ -13,8 +13,8 @@ import zmq.asyncio
 from redis.asyncio import Redis
 
 from broker.handoff.channels import stream_key
+from broker.transports.base import make_decode
 from broker.transports.tensors import TensorSender
-from common.errors import TriptychError
 from common.messages import (
     KV_INPUT_ID,
     Abort,
@@ -26,7 +26,6 @@ from common.messages import (
     StopSequence,
     TensorHeader,
     Tokens,
-    decode_tensor_header,
     encode,
 )
 from common.sampling_params import SamplingParams
@@ -38,6 +37,7 @@ from tests.services.apart import HELD_BY_ENGINES, question
 from tests.services.inprocess import CLUSTER, InProcess, in_process
 
 MESSAGES = 600
+decode_header = make_decode(TensorHeader)
 IDS = [f"r{number}" for number in range(6)]
 PROMPT = question("Which colours does the sign have?")
 
@@ -117,8 +117,8 @@ async def send(worker: InProcess[Any], redis: Redis, sender: TensorSender, messa
         await redis.xadd(stream_key(CLUSTER, "w0", "metadata"), {b"m": data})
     elif isinstance(message, TensorHeader):
         try:
-            header = decode_tensor_header(data)
-        except TriptychError:
+            header = decode_header(data)
+        except ValueError:
             return
         record = await worker.record()
         payload = memoryview(bytes(header.size_bytes % 65536))

@@ -175,15 +175,8 @@ def interference(
                         runner.run(load.run(client, served, phase, beside_images=beside))
                     runner.run(client.close())
     rows = [[name, "beside images" if beside else "alone", *phase.cells()] for (name, beside), phase in phases.items()]
-    titles = [
-        "system",
-        "text",
-        "ITL p50 / p90 / p99 / max, ms",
-        "TTFT p50, ms",
-        "text tokens/s",
-        "tokens per event",
-        "images/s",
-    ]
+    titles = ["system", "text", "ITL p50 / p90 / p99 / max, ms", "TTFT p50, ms"]
+    titles += ["text tokens/s", "tokens per event", "images/s"]
     print(markdown(titles, rows))
     if plot is not None:
         _draw(phases, plot)

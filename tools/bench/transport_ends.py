@@ -17,6 +17,7 @@ from typing import Final, cast
 import numpy as np
 import zmq
 import zmq.asyncio
+from msgspec.msgpack import decode
 
 from broker.cluster.lifetime import die_with_parent
 from broker.cluster.redis_client import connect
@@ -28,7 +29,7 @@ from broker.transports.nixl.memory import CUDA_SCHEME as NIXL_CUDA_SCHEME
 from broker.transports.payload import DeviceBuffer
 from broker.transports.tensors import ReceivedTensor, TensorReceiver, TensorSender, addresses_by_scheme
 from common.config import Transport
-from common.messages import InstanceRecord, TensorHeader, decode_tensor_header, encode
+from common.messages import InstanceRecord, TensorHeader, encode
 from common.process import malloc
 
 PLAIN_ZMQ = "plain pyzmq"
@@ -154,7 +155,7 @@ class PlainZmqSink:
         self.address = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     async def receive(self) -> TensorHeader:
-        return decode_tensor_header(self._socket.recv_multipart(copy=False)[1].buffer)
+        return decode(self._socket.recv_multipart(copy=False)[1].buffer, type=TensorHeader)
 
 
 class PlainZmqSource:

@@ -7,10 +7,9 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from common.config import closest
 from common.errors import TriptychError, invalid
 from proxy.api.openai_types import MAX_MESSAGES, ChatRequest
-from proxy.server.errors import FIRST_ERROR, from_validation
+from proxy.server.errors import FIRST_ERROR, from_validation, refuse_unsupported
 
 PASSED_ON: Final = frozenset(
     (
@@ -27,11 +26,11 @@ IGNORED: Final = frozenset(
 )
 """Fields without influence on the answer; `max_tool_calls` counts OpenAI's own tools."""
 OFF: Final[dict[str, tuple[Any, ...]]] = {
-    "background": (False,),
-    "truncation": ("disabled",),
-    "top_logprobs": (0,),
-    "conversation": (),
-    "prompt": (),
+    "background": (None, False),
+    "truncation": (None, "disabled"),
+    "top_logprobs": (None, 0),
+    "conversation": (None,),
+    "prompt": (None,),
 }
 """Unsupported fields, and the values accepted as "off"."""
 _TEXTS: Final = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -80,11 +79,7 @@ class ResponsesRequest(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> ResponsesRequest:
-        for name, value in (self.model_extra or {}).items():
-            if name not in PASSED_ON | IGNORED | OFF.keys():
-                raise invalid(f"{name:.80} is not a known field{closest(name[:80], PASSED_ON)}", name[:80])
-            if name in OFF and value is not None and value not in OFF[name]:
-                raise invalid(f"{name} is not supported, {value!r:.80} was given", name)
+        refuse_unsupported(self.model_extra, PASSED_ON | IGNORED, OFF, PASSED_ON)
         if "message.output_text.logprobs" in (self.include or ()):
             raise invalid("include cannot have message.output_text.logprobs: use /v1/chat/completions", "include")
         return self

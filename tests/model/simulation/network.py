@@ -21,6 +21,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from broker.cluster.registry import RECORD_TTL_S
 from broker.handoff.channels import ChannelName
+from broker.transports.base import make_decode
 from broker.transports.checksums import with_checksum
 from broker.transports.received import ReceivedTensor
 from common.errors import TriptychError
@@ -34,11 +35,11 @@ from common.messages import (
     ToWorker,
     decode_from_worker,
     decode_handoff,
-    decode_tensor_header,
     encode,
 )
 
 T = TypeVar("T")
+decode_header = make_decode(TensorHeader)
 SILENCE_S = 31.0
 """How long a client of the broker asks one that says nothing: six times five seconds, and the pauses."""
 
@@ -66,13 +67,13 @@ class Letter:
         return f"{what}{status}{part} of {name} to {self.target}{' (damaged)' if self.damaged else ''}"
 
     def read(self) -> HandoffMessage | TensorHeader:
-        return decode_tensor_header(self.message) if self.channel is None else decode_handoff(self.message)
+        return decode_header(self.message) if self.channel is None else decode_handoff(self.message)
 
     def tensor(self) -> ReceivedTensor:
         data = bytearray(self.data)
         if self.damaged:
             data[0] ^= 1
-        return ReceivedTensor(decode_tensor_header(self.message), memoryview(data))
+        return ReceivedTensor(decode_header(self.message), memoryview(data))
 
 
 @dataclass(eq=False)
