@@ -17,12 +17,14 @@ from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 from common.errors import TriptychError
 from common.process import malloc
 from common.telemetry import get_logger
 
+MEDIA_NICENESS: Final = 10
+"""Of threads that work on media: decoders on the same cores come first. A tenth of a contested core is left."""
 P = ParamSpec("P")
 T = TypeVar("T")
 log = get_logger()
@@ -169,6 +171,7 @@ def _begin_child(memory_bytes: int, initialize: Callable[..., None], arguments: 
 
     Elsewhere than on Linux, only core dumps are turned off.
     """
+    os.nice(MEDIA_NICENESS)
     initialize(*arguments)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it would hold a client's image
     with contextlib.suppress(OSError):

@@ -52,7 +52,7 @@ class Child:
                     stdout=log,
                     stderr=log,
                     env=command.environment,
-                    start_new_session=True,
+                    process_group=0,  # no new session: Linux shares cores among sessions first, then by niceness
                 )
         except OSError as error:
             raise TriptychError("internal_error", f"cannot start {' '.join(command.argv)}: {error}") from error

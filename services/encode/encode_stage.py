@@ -8,6 +8,8 @@ attempt. Every other end (an answer, an abort, a silent proxy) frees all memory 
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -20,6 +22,7 @@ import torch
 from broker.handoff.sender import Key, key_of
 from common.errors import ErrorInfo, TriptychError
 from common.messages import Encode, Encoded
+from common.process.child_pool import MEDIA_NICENESS
 from common.telemetry import SpanRecorder, get_logger
 from engine.cache.encoder_cache import OutputCache
 from engine.core.encoder_engine import EncoderEngine
@@ -84,6 +87,8 @@ class EncodeStage:
         self._add_metrics()
 
     def _build(self, cache_bytes: int, memory_share: float) -> EncoderEngine:
+        if sys.platform == "linux":  # where it is a thread's own
+            os.nice(MEDIA_NICENESS)
         context = self._context
         engine = EncoderEngine(context.info, context.engine_config, context.instance_id, cache_bytes, memory_share)
         self.taken_bytes = engine.taken_bytes

@@ -14,6 +14,7 @@ import redis
 from PIL import Image
 
 from broker.cluster.embedded import EmbeddedBroker
+from common.process.child_pool import MEDIA_NICENESS
 from launch.cli.client import ClientOptions
 from launch.cli.request import run_requests
 from tests.launch.cli.serving import Serving
@@ -54,6 +55,12 @@ def ask(base_url: str, picture: Path) -> int:
     return run_requests([picture], "Count the circles.", options, parallel=1, repeat=1, live=False, together=False)
 
 
+def niceness(pid: int) -> set[int]:
+    """Return the niceness values of a process's threads."""
+    stats = [file.read_text().rpartition(")")[2].split() for file in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return {int(fields[16]) for fields in stats}
+
+
 def refuses_connections(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) != 0
@@ -66,6 +73,9 @@ def test_a_cluster_lives_loses_a_worker_and_leaves_nothing(serve: Serve, broker_
     serving.wait_until("OpenAI API at")
     assert "ready in" in serving.output
     assert ask(serving.base_url, picture) == 0
+    encoder, decoder = serving.pid_of("e0"), serving.pid_of("pd0")
+    assert (niceness(encoder), niceness(decoder)) == ({0, MEDIA_NICENESS}, {0})
+    assert os.getsid(encoder) == os.getsid(decoder)  # or the kernel would share out cores by session
 
     shared_memory = shared_memory_of(descendants(serving.process.pid))
     os.kill(serving.pid_of("e0"), signal.SIGKILL)
