@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from common.errors import invalid
 from common.sampling_params import Grammar
+from proxy.conversation.forced import closed
 from proxy.server.errors import FIRST_ERROR
 
 MAX_GRAMMAR_CHARS = 256 * 2**10
@@ -53,7 +54,7 @@ class ResponseFormat(_FewFields):
             return Grammar("json_object")
         if self.json_schema is None or self.json_schema.schema_ is None:
             raise invalid("response_format of type json_schema needs json_schema.schema", "response_format")
-        return Grammar("json_schema", _bounded(json.dumps(self.json_schema.schema_), "response_format"))
+        return Grammar("json_schema", _bounded(json.dumps(closed(self.json_schema.schema_)), "response_format"))
 
 
 class StructuredOutputs(_FewFields):
@@ -129,12 +130,12 @@ def _grammar(kind: _Kind, value: Any, field: str) -> Grammar:
     if kind != "json":
         return Grammar(kind, text)
     try:
-        parsed = json.loads(text)
+        parsed = closed(json.loads(text))
     except (ValueError, RecursionError) as error:
         raise invalid(f"{field} is not valid JSON: {error}", field) from error
     if not isinstance(parsed, dict | bool):
         raise invalid(f"{field} is no JSON schema: an object is, not {text[:80]!r}", field)
-    return Grammar("json_schema", text)
+    return Grammar("json_schema", json.dumps(parsed))
 
 
 def _bounded(text: str, field: str) -> str:

@@ -18,7 +18,8 @@ from proxy.conversation.parts import AnswerPart, content
 
 MAX_FORCED_CALLS: Final = 16
 """Most calls of an answer that must have one: a weak model would list calls up to the end of the context."""
-_VALUES: Final = frozenset(("const", "default", "enum", "example", "examples"))
+_KEPT: Final = frozenset(("const", "default", "enum", "example", "examples", "allOf", "not", "if", "then", "else"))
+"""Keywords of values, or of schemas of parts of an object."""
 _COMPOSED: Final = frozenset(("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "unevaluatedProperties"))
 """Keywords that may add properties to an object."""
 _HEAD: Final = re.compile(r'\s*\}?\s*[\[,]\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"parameters"\s*:\s*(?=\{)')
@@ -37,23 +38,22 @@ def call_grammar(tools: Schemas, name: str | None = None, *, single: bool = Fals
 
 
 def _arguments(tools: Schemas, name: str) -> str:
-    schema = {"type": "object", **_closed(tools[name] or {}), "x-guidance": {"whitespace_flexible": False}}
+    schema = {"type": "object", **closed(tools[name] or {}), "x-guidance": {"whitespace_flexible": False}}
     return "%json " + json.dumps(schema)
 
 
-def _closed(schema: Any) -> Any:
+def closed(schema: Any) -> Any:
     """Return a JSON schema whose objects have no properties but those it lists, unless it says otherwise.
 
     A weak model would invent properties up to the end of the context.
     """
     if isinstance(schema, list):
-        return [_closed(one) for one in schema]
+        return [closed(one) for one in schema]
     if not isinstance(schema, Mapping):
         return schema
-    closed = {name: value if name in _VALUES else _closed(value) for name, value in schema.items()}
-    if "properties" in closed and not closed.keys() & _COMPOSED:
-        closed.setdefault("additionalProperties", False)
-    return closed
+    kept = _KEPT | (_COMPOSED if "properties" in schema else frozenset())
+    end = {"additionalProperties": False} if "properties" in schema and not schema.keys() & _COMPOSED else {}
+    return end | {name: value if name in kept else closed(value) for name, value in schema.items()}
 
 
 class NamedCall:

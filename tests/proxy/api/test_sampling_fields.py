@@ -15,6 +15,7 @@ from common.sampling_params import Grammar, SamplingParams
 from proxy.api.structured import MAX_GRAMMAR_CHARS
 
 SCHEMA = {"type": "object", "properties": {"colour": {"type": "string"}}}
+CLOSED = Grammar("json_schema", json.dumps({"additionalProperties": False, **SCHEMA}))
 SETTINGS = {
     "temperature": 0.7,
     "top_p": 0.9,
@@ -121,14 +122,14 @@ CONSTRAINTS = (
     ({"response_format": {"type": "json_object"}}, Grammar("json_object")),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}},
-        Grammar("json_schema", json.dumps(SCHEMA)),
+        CLOSED,
     ),
-    ({"guided_json": SCHEMA}, Grammar("json_schema", json.dumps(SCHEMA))),
-    ({"guided_json": json.dumps(SCHEMA)}, Grammar("json_schema", json.dumps(SCHEMA))),
+    ({"guided_json": SCHEMA}, CLOSED),
+    ({"guided_json": json.dumps(SCHEMA)}, CLOSED),
     ({"guided_regex": "[ab]+"}, Grammar("regex", "[ab]+")),
     ({"guided_choice": ["yes", "no"]}, Grammar("choice", '["yes", "no"]')),
     ({"guided_grammar": 'start: "a"'}, Grammar("grammar", 'start: "a"')),
-    ({"structured_outputs": {"json": SCHEMA}}, Grammar("json_schema", json.dumps(SCHEMA))),
+    ({"structured_outputs": {"json": SCHEMA}}, CLOSED),
     ({"structured_outputs": {"regex": "a?"}}, Grammar("regex", "a?")),
     ({"structured_outputs": {"choice": ["a"]}}, Grammar("choice", '["a"]')),
     ({"structured_outputs": {"grammar": "start: /a/"}}, Grammar("grammar", "start: /a/")),
