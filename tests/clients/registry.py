@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Final
 from xml.etree import ElementTree
 
+import pytest
+
 ROOT: Final = Path(__file__).parents[2]
 ENVIRONMENTS: Final = ROOT / "build" / "clients"
+NODE: Final = str(ENVIRONMENTS / "node" / "bin" / "node")
 RESULTS: Final = ENVIRONMENTS / "results"
 PAGE: Final = ROOT / "docs" / "how-to" / "clients.md"
 PACKAGES: Final = Path(__file__).parent / "packages"
@@ -35,6 +38,11 @@ class Client:
     def suite(self) -> Path:
         stem = "suite_" + self.name.replace("-", "_")
         return SUITES / f"{stem}{'.mjs' if self.environment == 'node' else '.py'}"
+
+    def require(self) -> None:
+        """Skip the test where the packages could not be installed."""
+        if not (ENVIRONMENTS / f"{self.environment}.stamp").exists():
+            pytest.skip(f"the packages of {self.name} are not installed: `make clients-test` says why")
 
     def versions(self) -> str:
         """Return the pinned versions."""
@@ -107,7 +115,7 @@ def run_suite(client: Client, servers: Mapping[str, str]) -> subprocess.Complete
     report.unlink(missing_ok=True)
     if client.environment == "node":
         suite = shutil.copy(client.suite, ENVIRONMENTS / "node")  # modules are looked for beside the file
-        done = run(["node", "--test", "--test-reporter=junit", suite], servers)
+        done = run([NODE, "--test", "--test-reporter=junit", suite], servers)
         report.write_text(done.stdout)
         return done
     options = ["--noconftest", "-p", "no:cacheprovider", "-c", str(SUITES / "pytest.ini"), "--rootdir", str(SUITES)]
@@ -136,7 +144,7 @@ def run_snippet(snippet: Snippet, address: str, python: str, folder: Path) -> su
     if snippet.language == "js":
         file = ENVIRONMENTS / "node" / f"snippet_{snippet.client}.mjs"
         file.write_text(code)
-        return run(["node", str(file)], {})
+        return run([NODE, str(file)], {})
     file = folder / "snippet.py"
     file.write_text(code)
     return run([python, str(file)], {})

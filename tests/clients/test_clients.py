@@ -32,6 +32,7 @@ def check_snippet(snippet: Snippet, servers: dict[str, str], folder: Path, pytho
 @pytest.mark.timeout(450)
 @pytest.mark.parametrize("client", CLIENTS.values(), ids=list(CLIENTS))
 def test_the_suite_of_a_client_passes(client: Client, servers: dict[str, str]) -> None:
+    client.require()
     done = run_suite(client, servers)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     assert any(check.outcome == "works" for check in checks(client))
@@ -40,6 +41,7 @@ def test_the_suite_of_a_client_passes(client: Client, servers: dict[str, str]) -
 @pytest.mark.clients
 @pytest.mark.parametrize("client", CLIENTS)
 def test_the_snippets_of_a_client_do_as_the_page_says(client: str, examples: dict[str, str], tmp_path: Path) -> None:
+    CLIENTS[client].require()
     for snippet in [one for one in snippets() if one.client == client]:
         check_snippet(snippet, examples, tmp_path, python_of(client))
 
@@ -47,6 +49,8 @@ def test_the_snippets_of_a_client_do_as_the_page_says(client: str, examples: dic
 @pytest.mark.clients
 def test_the_table_of_the_page_is_that_of_the_results() -> None:
     """`make clients-test RECORD=1` writes the table of this run."""
+    for client in CLIENTS.values():
+        client.require()
     if os.environ.get("CLIENTS_RECORD"):
         TABLE.write_text(table())
     assert TABLE.read_text() == table()
