@@ -23,11 +23,11 @@ def messages() -> dict[str, str]:
     """The encoded bytes of one message of every kind, as hexadecimal digits."""
     with mock.patch.object(time, "monotonic", return_value=1_700_000_000.0):
         from common.messages import encode
-        from tests.security.real_messages import MESSAGES
+        from tests.security.real_messages import HEADER, MESSAGES
 
         return {
             f"{type(message).__name__} {number}": encode(message).hex()
-            for batch in MESSAGES.values()
+            for batch in (*MESSAGES.values(), [HEADER])
             for number, message in enumerate(batch)
         }
 
