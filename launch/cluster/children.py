@@ -44,6 +44,8 @@ class Child:
 
         Raises TriptychError("internal_error") where the operating system refuses.
         """
+        # Linux shares cores among sessions first, then by niceness. uvloop, as in Ray, knows no process_group.
+        plain = isinstance(asyncio.get_running_loop(), asyncio.BaseEventLoop)
         try:
             with command.log.open("ab") as log:
                 process = await asyncio.create_subprocess_exec(
@@ -52,7 +54,7 @@ class Child:
                     stdout=log,
                     stderr=log,
                     env=command.environment,
-                    process_group=0,  # no new session: Linux shares cores among sessions first, then by niceness
+                    **({"process_group": 0} if plain else {"start_new_session": True}),
                 )
         except OSError as error:
             raise TriptychError("internal_error", f"cannot start {' '.join(command.argv)}: {error}") from error
@@ -85,8 +87,7 @@ class Child:
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
-        """Send a signal by process id. The process object would first collect the exit status, and take the status away
-        from the waiting thread."""
+        """Send a signal by process id: the process object would take the exit status away from the waiting thread."""
         if self.running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -152,10 +153,9 @@ def describe_exit(code: int) -> str:
     """`exit code 1`, or `killed by SIGKILL`."""
     if code >= 0:
         return f"exit code {code}"
-    try:
+    with contextlib.suppress(ValueError):
         return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"
+    return f"killed by signal {-code}"
 
 
 @dataclass
