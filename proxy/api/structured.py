@@ -54,7 +54,7 @@ class ResponseFormat(_FewFields):
             return Grammar("json_object")
         if self.json_schema is None or self.json_schema.schema_ is None:
             raise invalid("response_format of type json_schema needs json_schema.schema", "response_format")
-        return Grammar("json_schema", _bounded(json.dumps(closed(self.json_schema.schema_)), "response_format"))
+        return _grammar("json", self.json_schema.schema_, "response_format")
 
 
 class StructuredOutputs(_FewFields):
