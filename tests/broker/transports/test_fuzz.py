@@ -17,14 +17,14 @@ from broker.transports.nixl import wire as nixl_wire
 from broker.transports.redis.wire import Passing, decode_passing
 from broker.transports.shm import wire as shm_wire
 from broker.transports.zmq import wire as zmq_wire
-from common.messages import TensorHeader, encode
+from common.messages import encode
 from tests.security.mutations import SEED, decoded, hostile
+from tests.security.real_messages import HEADER
 from tests.security.test_curve import resident_bytes
 
 PER_DECODER = 20_000
 GROWTH_BYTES = 32 * 2**20
 
-HEADER = TensorHeader("r", 0, 1, "e0", 7, [64, 192], "float32", 49152, 2**63, 1, "self", 16)
 ANNOUNCE = linked_wire.Announce(3, 4096, 49152, HEADER)
 WIRES: dict[str, tuple[Callable[[bytes], object], list[object]]] = {
     "shm, receiver": (
