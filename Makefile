@@ -74,7 +74,7 @@ $(VENV)/page.stamp: $(VENV)/test.stamp
 CLIENTS := build/clients
 CLIENT_STAMPS := $(CLIENTS)/agents.stamp $(CLIENTS)/routers.stamp $(CLIENTS)/node.stamp
 clients-test: $(VENV)/test.stamp $(CLIENT_STAMPS) ## Clients that others wrote (LangChain, LiteLLM, the AI SDK …), in environments of their own; RECORD=1 writes their table.
-	@$(if $(RECORD),CLIENTS_RECORD=1) $(BIN)/python -m pytest -n 0 -m clients tests/clients $(ARGS)
+	@$(if $(RECORD),CLIENTS_RECORD=1) .ci/check clients -- $(ARGS)
 
 clients: $(VENV)/test.stamp
 	@$(MAKE) --no-print-directory --keep-going $(CLIENT_STAMPS) || echo "not all clients can be installed here"
