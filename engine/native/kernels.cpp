@@ -250,7 +250,7 @@ struct PackedHead {
     int64_t num_pairs() const { return head_dim() / 2; }
     int64_t value_lines() const { return (head_dim() + kLanes - 1) / kLanes; }
 
-    void pack(const bf16* key, const bf16* value, int64_t stride, int64_t size, int64_t size_d) {
+    void pack(const bf16* key, int64_t key_stride, const bf16* value, int64_t value_stride, int64_t size, int64_t size_d) {
         dim = size_d;
         padded = (size + kWide * kLanes - 1) / (kWide * kLanes) * kWide * kLanes;
         keys.assign(padded / kLanes * num_pairs(), Line{});
@@ -260,9 +260,9 @@ struct PackedHead {
         for (int64_t i = 0; i < size; i++) {
             Line* lines = &keys[i / kLanes * num_pairs()];
             for (int64_t p = 0; p < num_pairs(); p++)
-                std::memcpy(&lines[p].pairs[i % kLanes], key + i * stride + 2 * p, sizeof(uint32_t));
+                std::memcpy(&lines[p].pairs[i % kLanes], key + i * key_stride + 2 * p, sizeof(uint32_t));
             uint32_t* pairs = values[i / 2 * value_lines()].pairs;
-            for (int64_t d = 0; d < head_dim(); d++) pairs[d] |= uint32_t(value[i * stride + d].bits) << (i % 2 * 16);
+            for (int64_t d = 0; d < head_dim(); d++) pairs[d] |= uint32_t(value[i * value_stride + d].bits) << (i % 2 * 16);
         }
     }
 
@@ -342,20 +342,24 @@ struct PackedHead {
 // Where [batch, heads, tokens, head_dim] lies: strides in elements; the last dimension is contiguous.
 struct Strides {
     int64_t batch, head, token;
+
+    const bf16* at(const bf16* tensor, int64_t item, int64_t of_head) const {
+        return tensor + item * batch + of_head * head;
+    }
 };
 
 template <int kDim>
-void dense_attention(const bf16* query, Strides of_query, const bf16* key, const bf16* value, Strides of_keys, bf16* out,
-                     int64_t batch, int64_t num_heads, int64_t num_kv_heads, int64_t num_queries, int64_t num_keys,
-                     int64_t head_dim, float scale, bool causal) {
+void dense_attention(const bf16* query, Strides of_query, const bf16* key, Strides of_key, const bf16* value,
+                     Strides of_value, bf16* out, int64_t batch, int64_t num_heads, int64_t num_kv_heads,
+                     int64_t num_queries, int64_t num_keys, int64_t head_dim, float scale, bool causal) {
     const int64_t group = num_heads / num_kv_heads, out_stride = num_heads * head_dim;
 #pragma omp parallel for collapse(2) schedule(dynamic, 1)
     for (int64_t item = 0; item < batch; item++)
         for (int64_t head = 0; head < num_heads; head++) {
             thread_local PackedHead<kDim> packed;
-            const int64_t at = item * of_keys.batch + head / group * of_keys.head;
-            packed.pack(key + at, value + at, of_keys.token, num_keys, head_dim);
-            const bf16* from = query + item * of_query.batch + head * of_query.head;
+            packed.pack(of_key.at(key, item, head / group), of_key.token, of_value.at(value, item, head / group),
+                        of_value.token, num_keys, head_dim);
+            const bf16* from = of_query.at(query, item, head);
             bf16* to = out + item * num_queries * out_stride + head * head_dim;
             for (int64_t i = 0; i < num_queries; i += kQueries) {
                 const int64_t first = std::min<int64_t>(i, num_queries - kQueries);  // the last ones overlap
@@ -413,15 +417,15 @@ void paged_attention_f32(const float* query, int64_t query_stride, const float* 
 // query [batch, num_heads, num_queries, head_dim], key and value [batch, num_kv_heads, num_keys, head_dim] with strides
 // of batch, head and token (the last dimension is contiguous) -> out [batch, num_queries, num_heads, head_dim] contiguous.
 // If causal, queries are the last tokens of the keys. At least six queries; head_dim is even.
-void dense_attention_bf16(const bf16* query, const int64_t* query_strides, const bf16* key, const bf16* value,
-                          const int64_t* key_strides, bf16* out, int64_t batch, int64_t num_heads, int64_t num_kv_heads,
-                          int64_t num_queries, int64_t num_keys, int64_t head_dim, float scale, int64_t causal) {
+void dense_attention_bf16(const bf16* query, const int64_t* query_strides, const bf16* key, const int64_t* key_strides,
+                          const bf16* value, const int64_t* value_strides, bf16* out, int64_t batch, int64_t num_heads,
+                          int64_t num_kv_heads, int64_t num_queries, int64_t num_keys, int64_t head_dim, float scale,
+                          int64_t causal) {
     const auto run = head_dim == 64 ? dense_attention<64> : head_dim == 128 ? dense_attention<128> : dense_attention<0>;
-    const Strides of_query{query_strides[0], query_strides[1], query_strides[2]};
-    const Strides of_keys{key_strides[0], key_strides[1], key_strides[2]};
-    kept([=] {
-        run(query, of_query, key, value, of_keys, out, batch, num_heads, num_kv_heads, num_queries, num_keys, head_dim,
-            scale, causal);
+    const auto strides = [](const int64_t* of) { return Strides{of[0], of[1], of[2]}; };
+    kept([=, of_query = strides(query_strides), of_key = strides(key_strides), of_value = strides(value_strides)] {
+        run(query, of_query, key, of_key, value, of_value, out, batch, num_heads, num_kv_heads, num_queries, num_keys,
+            head_dim, scale, causal);
     });
 }
 

@@ -23,7 +23,7 @@ _SIGNATURES: Final = {
     "linear": [_POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT],
     "paged_attention_bf16": [*_ATTENTION, _FLOAT],
     "paged_attention_f32": [*_ATTENTION, _FLOAT],
-    "dense_attention_bf16": [_POINTER, _STRIDES, _POINTER, _POINTER, _STRIDES, _POINTER, *[_INT] * 6, _FLOAT, _INT],
+    "dense_attention_bf16": [*[_POINTER, _STRIDES] * 3, _POINTER, *[_INT] * 6, _FLOAT, _INT],
     "write_cache": [_POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _INT],
     "add_rms_norm": [_POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _FLOAT],
     "silu_mul": [_POINTER, _POINTER, _INT, _INT],
@@ -135,16 +135,12 @@ def paged_attention(
 
 
 def serves_dense(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether `dense_attention` takes these: six queries or more and at least as many keys, an even head_dim, keys and
-    values strided alike."""
+    """Whether `dense_attention` takes these: six queries or more and at least as many keys, an even head_dim."""
     return (
         key.shape[2] >= query.shape[2] >= 6
         and query.shape[3] % 2 == 0
         and key.shape == value.shape
-        and key.stride() == value.stride()
-        and query.dtype == key.dtype == value.dtype
-        and serves(query)
-        and serves(key)
+        and all(map(serves, (query, key, value)))
     )
 
 
@@ -157,8 +153,7 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, *, 
     batch, num_heads, num_queries, head_dim = query.shape
     num_kv_heads, num_keys = key.shape[1:3]
     out = query.new_empty(batch, num_queries, num_heads, head_dim)
-    queries = query.data_ptr(), _STRIDES(*query.stride()[:3])
-    keys = key.data_ptr(), value.data_ptr(), _STRIDES(*key.stride()[:3])
+    inputs = [part for x in (query, key, value) for part in (x.data_ptr(), _STRIDES(*x.stride()[:3]))]
     sizes = batch, num_heads, num_kv_heads, num_queries, num_keys, head_dim
-    _library.dense_attention_bf16(*queries, *keys, out.data_ptr(), *sizes, scale, causal)
+    _library.dense_attention_bf16(*inputs, out.data_ptr(), *sizes, scale, causal)
     return out

@@ -109,7 +109,8 @@ def test_dense_attention(
     (num_kv_heads, group), (num_queries, past) = heads, lengths
     num_keys = num_queries + past
     query = random(seed, batch, num_queries, num_kv_heads * group, head_dim).transpose(1, 2)
-    key, value = random(seed + 1, 2, batch, num_keys, num_kv_heads, head_dim).transpose(2, 3)
+    key = random(seed + 1, batch, num_keys, num_kv_heads, head_dim).transpose(1, 2)
+    value = random(seed + 2, batch, num_keys, 3, num_kv_heads, head_dim)[:, :, 2].transpose(1, 2)  # of a fused product
     assert ops.serves_dense(query, key, value)
     seen = torch.ones(num_queries, num_keys, dtype=torch.bool)
     exact = F.scaled_dot_product_attention(
