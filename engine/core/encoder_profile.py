@@ -21,17 +21,17 @@ from PIL import Image
 
 from common.model_info import ModelInfo
 from common.text.prompts import encode_tokens, join_media
-from engine.device.memory_profiler import PeakMemory, one_layer_of_each_stack, release_free_memory
+from engine.device.memory_profiler import PeakMemory, extrapolate, one_layer_of_each_stack, release_free_memory
 from engine.media.log_mel import LogMelSettings
 from engine.models.base import EncoderModel
 from engine.processors import ITEM_BYTES, ProcessedInput, Processor, preprocessor_json
 
 TIME_S: Final = 0.2
-"""After this only the first layer is computed to its end, and no larger image is tried."""
+"""After this only the first layer is computed to its end, and no image is tried beyond `LEAST_SIZES`."""
+LEAST_SIZES: Final = 3
+"""The first one takes what libraries keep, too: what images grow by shows in those after it."""
 SIDES: Final = (112, 224, 448, 896, 1792)
 """Of images, in pixels."""
-GROWTH: Final = 4
-"""From one of the sides to the next: of pixels, and of the time that they take."""
 
 
 @dataclass(frozen=True)
@@ -70,31 +70,29 @@ def measure_batch(
     deadline_s = time.monotonic() + TIME_S if device.type == "cpu" else math.inf
     build: Callable[[ModelInfo], Processor] = pkgutil.resolve_name(info.family.processor)
     processor, name = build(info), str(dtype).removeprefix("torch.")
-    sizes: list[int | None] = []
-    item, took_s, whole = None, 0.0, info.media_kind != "image"
+    sizes: list[tuple[int, int]] = []
+    item, whole = None, info.media_kind != "image"
     for media in _media(info):
-        began_s = time.monotonic()
         arrays, layout, shape = processor(media)
         larger = ProcessedInput(arrays, layout, shape, name, math.prod(shape) * ITEM_BYTES[name])
         if item is not None and _array_bytes(larger) <= _array_bytes(item):
             whole = True
             break
-        if item is not None and began_s + GROWTH * took_s > deadline_s:
+        if len(sizes) >= LEAST_SIZES and time.monotonic() > deadline_s:
             break
         item = larger
         with PeakMemory(device) as peak, one_layer_of_each_stack(encoder.module, deadline_s):
             encoder.encode([item])
-        sizes.append(peak.size_bytes)
-        took_s = time.monotonic() - began_s
+        if peak.size_bytes is None:
+            return None
+        sizes.append((item.shape[0], peak.size_bytes))
     release_free_memory(device)
-    known = [size for size in sizes if size is not None]
-    if item is None or not known:
-        return None
+    assert item is not None
     # Larger images than time allowed: they grow by their rows, of which a prompt takes no more than its length.
-    factor = 1.0 if whole else max(1.0, info.max_model_len / item.shape[0])
-    item_bytes = int(item.size_bytes * factor)
+    num_rows = item.shape[0] if whole else max(item.shape[0], info.max_model_len)
+    item_bytes = item.size_bytes * num_rows // item.shape[0]
     num_items = max(1, min(max_items, max_bytes // item_bytes))
-    return BatchProfile(known[0], int(known[-1] * factor) * num_items, num_items, item_bytes)
+    return BatchProfile(sizes[0][1], extrapolate(sizes, num_rows) * num_items, num_items, item_bytes)
 
 
 def _array_bytes(item: ProcessedInput) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -86,6 +86,13 @@ def one_layer_of_each_stack(module: nn.Module, deadline_s: float) -> Iterator[No
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def extrapolate(measured: Sequence[tuple[int, int]], num_rows: int) -> int:
+    """Return the bytes of `num_rows`, by the line through the last two of `measured`: rows and their bytes, by rows."""
+    rows, size = measured[-1]
+    fewer, smaller = measured[-2] if len(measured) > 1 else (0, 0)
+    return size + max(0, size - smaller) * (num_rows - rows) // max(1, rows - fewer)
 
 
 def _status_bytes(field: str) -> int:

@@ -28,7 +28,7 @@ from common.telemetry import get_logger
 from engine.cache.block_manager import BlockManager
 from engine.cache.encoder_cache import EncoderCacheManager
 from engine.device.memory import DecoderNeeds, MemoryReport, all_pools_given, size_decoder, zeros
-from engine.device.memory_profiler import PeakMemory, one_layer_of_each_stack, release_free_memory
+from engine.device.memory_profiler import PeakMemory, extrapolate, one_layer_of_each_stack, release_free_memory
 from engine.runner.decoder import DecoderRunner
 from engine.runner.graphs import DecodeGraphs, UnrecordableError
 from engine.sampling.sampler import Sampler
@@ -41,6 +41,8 @@ TIME_S: Final = 0.1
 """After this only the first layer is computed to its end."""
 LAYER_FLOP: Final = 4e9
 """Of one layer on a CPU: a twentieth of a second on two idle cores."""
+LEAST_ROWS: Final = 128
+"""Rows of a prompt that are measured in any model: with a few of them, products take other ways through libraries."""
 SAMPLED_VALUES: Final = 2**19
 """Logits that are sampled on a CPU: sorting them takes a twentieth of a second."""
 WARM_UP_TOKENS: Final = 16
@@ -140,12 +142,12 @@ class _StepProfile:
 
     def prefill(self) -> int | None:
         longest = min(self._max_tokens, self._max_seqs * (self._runner.max_model_len - 1))
-        affordable = int(LAYER_FLOP / self._flop_per_token()) if self._on_cpu else longest
+        affordable = max(LEAST_ROWS, int(LAYER_FLOP / self._flop_per_token())) if self._on_cpu else longest
         return _measure_rows(self._run, longest, affordable)
 
     def logits(self) -> int | None:
         """Run the head and the sampler, with filters and other consumers of memory."""
-        affordable = SAMPLED_VALUES // self._runner.spec.vocab_size if self._on_cpu else self._max_rows
+        affordable = max(8, SAMPLED_VALUES // self._runner.spec.vocab_size) if self._on_cpu else self._max_rows
         return _measure_rows(self._sample, self._max_rows, affordable)
 
     def _sample(self, num_rows: int) -> int | None:
@@ -238,14 +240,11 @@ class _OneOutput:
 
 
 def _measure_rows(measure: Callable[[int], int | None], num_rows: int, affordable: int) -> int | None:
-    """Return the bytes for the given rows; extrapolate linearly from two smaller numbers if memory does not allow the
-    full size."""
+    """Return the bytes for the given rows; where time allows fewer only, by the line through two smaller numbers."""
     if affordable >= num_rows:
         return measure(num_rows)
-    more = max(2, affordable)
-    fewer = max(1, more // 4)
-    low, *highs = measure(fewer), measure(more), measure(more)
-    if low is None or None in highs:
+    low, *highs = map(measure, (affordable // 4, affordable, affordable))
+    known = [size for size in highs if size is not None]  # the least: what others take meanwhile would be scaled, too
+    if low is None or not known:
         return None
-    high = min(size for size in highs if size is not None)  # what another thread takes meanwhile would be scaled too
-    return high + max(0, high - low) * (num_rows - more) // (more - fewer)
+    return extrapolate([(affordable // 4, low), (affordable, min(known))], num_rows)

@@ -23,7 +23,7 @@ from engine.core.encoder_engine import EncoderEngine
 from engine.core.encoder_profile import BatchProfile
 from engine.device.gpu_memory import GpuMemory
 from engine.device.memory import DecoderNeeds, memory_budget, size_decoder, staging_budget, zeros
-from engine.device.memory_profiler import PeakMemory, one_layer_of_each_stack
+from engine.device.memory_profiler import PeakMemory, extrapolate, one_layer_of_each_stack
 from engine.llm import LLM
 from tests import tiny_models
 
@@ -194,6 +194,16 @@ def test_zeros_take_memory_only_where_they_are_written() -> None:
     assert float(tensor[0].float().sum()) == 2 * 2**16
     assert peak.size_bytes is not None
     assert peak.size_bytes < tensor.nbytes / 2
+
+
+def test_what_libraries_take_once_is_not_scaled() -> None:
+    """Of three images the first one brings 30 MiB that stay."""
+    sizes = [(16, 31 * MIB), (64, 4 * MIB), (256, 16 * MIB)]
+    assert extrapolate(sizes, 256) == 16 * MIB
+    assert extrapolate(sizes, 4096) == 256 * MIB
+    assert extrapolate(sizes[:1], 32) == 62 * MIB, "of a single one nothing else is known"
+    assert extrapolate([(64, 20 * MIB), (256, 16 * MIB)], 4096) == 16 * MIB
+    assert extrapolate([(64, 20 * MIB), (64, 30 * MIB)], 64) == 30 * MIB
 
 
 def test_a_late_pass_ends_behind_the_first_layer_and_a_timely_one_goes_through() -> None:
