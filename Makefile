@@ -16,7 +16,7 @@ export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-rest test-lowest lint format bench model chaos fuzz page-test clients clients-test soak ray-test churn-test gateway-test compose-test helm-test dist gpu-check gpu-sources clean distclean
+.PHONY: help demo test test-all test-rest test-lowest lint format bench model chaos fuzz page-test clients clients-test soak ray-test churn-test gateway-test compose-test helm-test sizes-test dist gpu-check gpu-sources clean distclean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -128,6 +128,9 @@ compose-test: ## Build the images, run clusters in containers, ask them, kill an
 PODS ?=
 helm-test: $(if $(PODS),$(VENV)/test.stamp) ## Render the Helm chart for many values, check every object (Linux on x86-64); PODS=1: run its pods, too.
 	@python=$$(.ci/find_python "$(PYTHON)") && PYTHON="$$python" PODS=$(PODS) POD_PYTHON=$(BIN)/python tools/kubernetes/test.sh
+
+sizes-test: $(VENV)/test.stamp ## Models of 3 to 4 billion random weights on a CPU, against transformers: two hours, 20 GB of memory and of disk.
+	@TEST_DEVICE=cpu REAL_SIZES=1 $(BIN)/python -m pytest -n 0 -s tests/sizes $(ARGS)
 
 # Nothing is published.
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)

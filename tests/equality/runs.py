@@ -17,7 +17,7 @@ from engine.llm import LLM, Prompt
 from engine.state.spec import DecoderSpec
 from tests.equality.cases import Case
 
-DEADLINE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 def at_once_or_staggered(steps_between: int) -> pytest.MarkDecorator:
@@ -27,7 +27,13 @@ def at_once_or_staggered(steps_between: int) -> pytest.MarkDecorator:
 
 
 def answer_all(
-    llm: LLM, cases: Sequence[Case], max_tokens: int, *, steps_between: int = 0, integrity: bool = True
+    llm: LLM,
+    cases: Sequence[Case],
+    max_tokens: int,
+    *,
+    steps_between: int = 0,
+    integrity: bool = True,
+    timeout_s: float = TIMEOUT_S,
 ) -> list[list[int]]:
     """The tokens of every case, without the end-of-sequence token and a generated prefix.
 
@@ -36,7 +42,7 @@ def answer_all(
     """
     pending, order = list(cases), list[str]()
     answers: dict[str, list[int]] = {}
-    deadline_s, step = time.monotonic() + DEADLINE_S, 0
+    deadline_s, step = time.monotonic() + timeout_s, 0
     while len(answers) < len(cases):
         while pending and (not steps_between or step >= steps_between * len(order)):
             case = pending.pop(0)
@@ -46,7 +52,7 @@ def answer_all(
         step += 1
         if integrity:
             llm.decoder.check_integrity()
-        assert time.monotonic() < deadline_s, f"no end after {DEADLINE_S} s: {llm.decoder.stats()}"
+        assert time.monotonic() < deadline_s, f"no end after {timeout_s} s: {llm.decoder.stats()}"
     assert llm.decoder.is_empty(), llm.decoder.stats()
     prefixes = [len(case.rules.get("prefix_allowed", ())) for case in cases]
     return [strip(llm.info, answers[request_id], prefix) for request_id, prefix in zip(order, prefixes, strict=True)]

@@ -49,14 +49,16 @@ class Answer:
 class Served:
     """A running cluster. Clients are made per call: each test has an event loop of its own."""
 
-    def __init__(self, cluster: LocalCluster, redis: Redis, info: ModelInfo) -> None:
-        self.cluster, self.redis, self.info = cluster, redis, info
+    def __init__(
+        self, cluster: LocalCluster, redis: Redis, info: ModelInfo, timeout_s: float = ANSWER_TIMEOUT_S
+    ) -> None:
+        self.cluster, self.redis, self.info, self.timeout_s = cluster, redis, info, timeout_s
         self.text = TextProcessor(info)
         self.prefix = cluster.supervisor.plan.settings.cluster
 
     def client(self) -> openai.AsyncOpenAI:
         local = openai.DefaultAsyncHttpxClient(trust_env=False)  # a proxy from the environment cannot reach us
-        url, timeout = f"{self.cluster.base_url}/v1", ANSWER_TIMEOUT_S
+        url, timeout = f"{self.cluster.base_url}/v1", self.timeout_s
         return openai.AsyncOpenAI(base_url=url, api_key="none", timeout=timeout, max_retries=0, http_client=local)
 
     async def answer_all(self, cases: Sequence[Case], max_tokens: int, *, one_by_one: bool = False) -> list[Answer]:
@@ -68,7 +70,7 @@ class Served:
             for case in cases:
                 begun = asyncio.Event()
                 tasks.append(asyncio.create_task(self.stream(client, case, max_tokens, begun)))
-                await asyncio.wait_for(begun.wait(), ANSWER_TIMEOUT_S)
+                await asyncio.wait_for(begun.wait(), self.timeout_s)
             return list(await asyncio.gather(*tasks))
 
     async def answer(self, client: openai.AsyncOpenAI, case: Case, max_tokens: int) -> Answer:
@@ -193,12 +195,15 @@ def serve(
     topology: str | None = None,
     block_sizes: Mapping[Role, int] | None = None,
     lora_modules: Mapping[str, Path] | None = None,
+    timeout_s: float | None = None,
     **engine: Any,
 ) -> Iterator[Served]:
     """A cluster for the length of a `with` block; afterwards its processes and its keys are gone.
 
-    `block_sizes` are those of roles that do not have `block_size`; `lora_modules` are adapters by name.
+    `block_sizes` are those of roles that do not have `block_size`; `lora_modules` are adapters by name. `timeout_s` is
+    for slow models: the longest answer, and the longest step of an engine.
     """
+    slow = {} if timeout_s is None else {"request_timeout_s": timeout_s, "step_timeout_s": timeout_s}
     info = load_model_info(str(folder))
     settings = Settings(
         model=str(folder),
@@ -208,14 +213,15 @@ def serve(
         topology=topology,
         lora_modules=tuple(f"{name}={path}" for name, path in (lora_modules or {}).items()),
         log_level="warning",
-        engine=EngineConfig(num_threads=1, **engine),
+        engine=EngineConfig(**{"num_threads": 1, **engine}),
+        **slow,
     )
     redis = Redis.from_url(broker_url)
     running = LocalCluster(settings, start_timeout_s=START_TIMEOUT_S)
     running.supervisor.plan = UnevenPlan(**vars(running.supervisor.plan), block_sizes=block_sizes or {})
     try:
         with running:
-            served = Served(running, redis, info)
+            served = Served(running, redis, info, timeout_s or ANSWER_TIMEOUT_S)
             processes = [instance.child for instance in running.instances.values()]
             yield served
         assert served.keys() == []

@@ -1,0 +1,154 @@
+"""What transformers answers with models of their full sizes, in float32, and how far bfloat16 takes it from that.
+
+Weights are random. They and the answers are made once, under `.cache/real-sizes/`: on two cores that takes an hour.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import AutoConfig, GenerationConfig, GenerationMixin
+
+from tests.equality.cases import Case
+from tests.gpu.test_engine import MARGIN_FACTOR, MAX_FACTOR, MEAN_FACTOR
+
+DEVICE: Final = os.environ.get("TEST_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
+TOY: Final = DEVICE == "cpu" and not os.environ.get("REAL_SIZES")
+MAX_TOKENS: Final = 16
+_ROOT: Final = Path(__file__).resolve().parents[2] / ".cache" / "real-sizes"
+_ANSWERS: Final = "answers.pt"
+_DRAWN: Final = "weights.stamp"
+_SUPPRESSED: Final = ("suppress_tokens", "begin_suppress_tokens")
+"""Rules of a request for its tokens, which Whisper's have."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """Requests, what transformers in float32 thinks of each token of its answers [num_tokens, vocab_size], and how far
+    its log-probabilities in bfloat16 stray from that [all tokens]."""
+
+    folder: Path
+    cases: list[Case]
+    scores: list[torch.Tensor]
+    rounding: npt.NDArray[np.float64]
+
+    def check_tokens(self, answers: Sequence[Sequence[int]]) -> None:
+        """Another token is as good where float32 prefers its own by no more than errors of rounding."""
+        for case, scores, answer in zip(self.cases, self.scores, answers, strict=True):
+            pairs = list(zip(case.expected, answer, strict=False))
+            first = next((number for number, (one, other) in enumerate(pairs) if one != other), None)
+            if first is not None:
+                preference = scores[first, case.expected[first]] - scores[first, answer[first]]
+                assert preference <= MARGIN_FACTOR * self.rounding.max(), f"token {first} of {len(pairs)}"
+            else:
+                assert len(answer) == len(case.expected)
+
+    def check_logprobs(self, got: npt.NDArray[np.float64]) -> None:
+        """`got` are those of all tokens of all answers."""
+        tokens = [torch.tensor(case.expected) for case in self.cases]
+        sure = [scores.gather(1, ids[:, None])[:, 0] for scores, ids in zip(self.scores, tokens, strict=True)]
+        strayed = np.abs(got - torch.cat(sure).double().numpy())
+        assert strayed.mean() <= MEAN_FACTOR * self.rounding.mean()
+        assert strayed.max() <= MAX_FACTOR * self.rounding.max()
+
+
+def model_folder(name: str, temporary: Path) -> Path:
+    """Where a model lies: for good, if it is large."""
+    return temporary if TOY else _ROOT / f"{name}-{DEVICE}"
+
+
+def draw_weights(folder: Path, loader: Any) -> None:
+    """Write weights as transformers draws them for a training, in bfloat16, unless they are there."""
+    if (folder / _DRAWN).exists():
+        return
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        model = loader.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    (folder / _DRAWN).touch()
+
+
+def known(folder: Path, loader: Any, make_inputs: Callable[[Any, Case], dict[str, Any]], cases: list[Case]) -> Known:
+    """Ask transformers, or read what it said to the same requests of the same model."""
+    asked = _digest(folder, cases)
+    if (folder / _ANSWERS).exists():
+        kept = torch.load(folder / _ANSWERS)
+        if kept.pop("asked") == asked:
+            answered = [replace(case, expected=ids) for case, ids in zip(cases, kept["expected"], strict=True)]
+            return Known(folder, answered, kept["scores"], kept["rounding"].numpy())
+    answered, scores = _answers(_load(loader, folder, torch.float32), make_inputs, cases)
+    release()
+    rounding = _rounding(_load(loader, folder, torch.bfloat16), make_inputs, answered, scores)
+    release()
+    expected = [case.expected for case in answered]
+    kept = {"asked": asked, "expected": expected, "scores": scores, "rounding": rounding}
+    torch.save(kept, folder / _ANSWERS)
+    return Known(folder, answered, scores, rounding.numpy())
+
+
+def release() -> None:
+    """Give back what is no longer used."""
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _digest(folder: Path, cases: Iterable[Case]) -> str:
+    """Of a model's small files and of the requests."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*config.json")):
+        digest.update(path.read_bytes())
+    for case in cases:
+        for part in (repr((case.prompt, case.rules)).encode(), *case.media):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def _load(loader: Any, folder: Path, dtype: torch.dtype) -> Any:
+    return loader.from_pretrained(folder, dtype=dtype).to(DEVICE).eval()
+
+
+@torch.inference_mode()
+def _answers(
+    model: Any, make_inputs: Callable[[Any, Case], dict[str, Any]], cases: Iterable[Case]
+) -> tuple[list[Case], list[torch.Tensor]]:
+    answered, scores = [], []
+    for case in cases:
+        began_s = time.monotonic()
+        never = {name: list(case.rules.get(name, ())) or None for name in _SUPPRESSED}
+        rules = GenerationConfig(max_new_tokens=MAX_TOKENS, do_sample=False, pad_token_id=0, **never)
+        options = {"generation_config": rules, "output_logits": True, "return_dict_in_generate": True}
+        told = GenerationMixin.generate(model, **make_inputs(model, case), **options)
+        answered.append(replace(case, expected=told.sequences[0, -MAX_TOKENS:].tolist()))
+        scores.append(torch.cat(told.logits).float().log_softmax(-1).cpu())
+        print(f"transformers, float32: request {len(scores)} in {time.monotonic() - began_s:.1f} s", flush=True)
+    return answered, scores
+
+
+@torch.inference_mode()
+def _rounding(
+    model: Any,
+    make_inputs: Callable[[Any, Case], dict[str, Any]],
+    cases: Sequence[Case],
+    scores: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """What the model in half precision thinks of the tokens, less what float32 thinks: [all tokens], at least 0."""
+    rounding = []
+    for case, sure in zip(cases, scores, strict=True):
+        began_s = time.monotonic()
+        inputs = make_inputs(model, replace(case, prompt=[*case.prompt, *case.expected]))
+        logits = model(**inputs).logits[0, -MAX_TOKENS - 1 : -1]
+        ids = torch.tensor(case.expected)[:, None]
+        rounding.append((logits.float().log_softmax(-1).cpu().gather(1, ids) - sure.gather(1, ids)).abs()[:, 0])
+        print(f"transformers, bfloat16: request {len(rounding)} in {time.monotonic() - began_s:.1f} s", flush=True)
+    return torch.cat(rounding).double()
