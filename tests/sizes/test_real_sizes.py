@@ -92,7 +92,8 @@ def test_a_vision_language_model_answers_as_transformers(qwen: Known) -> None:
     with as_planned(llm):  # before anything is in a cache
         qwen.check_tokens([answer_all(llm, [case], MAX_TOKENS, timeout_s=TIMEOUT_S)[0] for case in qwen.cases])
         qwen.check_tokens(answer_all(llm, qwen.cases, MAX_TOKENS, timeout_s=TIMEOUT_S))
-    qwen.check_logprobs(logprobs(llm, qwen.cases))
+    if TOY or DEVICE != "cpu":  # as long again
+        qwen.check_logprobs(logprobs(llm, qwen.cases))
 
 
 async def test_its_cluster_answers_as_transformers(qwen: Known, broker_url: str) -> None:
