@@ -35,7 +35,7 @@ from engine.device.memory_profiler import PeakMemory
 from engine.llm import LLM
 from tests import tiny_models
 from tests.equality.cases import Case
-from tests.equality.media import SAMPLE_RATE, sound, wav
+from tests.equality.media import SAMPLE_RATE, sound
 from tests.equality.references import Reference
 from tests.equality.runs import answer_all
 from tests.equality.served import Answer, Served, serve
@@ -131,7 +131,7 @@ def whisper(tmp_path_factory: pytest.TempPathFactory) -> Known:
         ids = torch.tensor([case.prompt], device=DEVICE)
         return {"input_features": features.to(DEVICE, model.dtype), "decoder_input_ids": ids}
 
-    files = [wav(one) for one in clips()]
+    files = [recorded(one) for one in clips()]
     asks = [{"file": ("clip.wav", one, "audio/wav"), "language": "en"} for one in files]
     cases = [Case(prompt, [], [one], rules, ask) for one, ask in zip(files, asks, strict=True)]
     return known(folder, AutoModelForSpeechSeq2Seq, inputs, cases)
@@ -148,9 +148,7 @@ async def test_its_cluster_transcribes_a_long_recording(whisper: Known, broker_u
     """Its clips have the tokens of transformers. Random weights say nothing in all: every window is computed, and the
     same recording has the same text again."""
     samples = np.concatenate(clips())
-    file = io.BytesIO()  # of 16 bits, as recorders write them: in float32 ten minutes are over --max-media-bytes
-    soundfile.write(file, samples, SAMPLE_RATE, format="WAV", subtype="PCM_16")
-    recording = ("long.wav", file.getvalue(), "audio/wav")
+    recording = ("long.wav", recorded(samples), "audio/wav")
     release()
     options = {**ENGINE, "timeout_s": TIMEOUT_S}
     limit = {} if DEVICE == "cuda" else {"max_completion_tokens": MAX_TOKENS, **WITHOUT_RULES}
@@ -173,6 +171,14 @@ async def test_its_cluster_transcribes_a_long_recording(whisper: Known, broker_u
 def clips() -> list[npt.NDArray[np.float32]]:
     """Of 30 s each."""
     return [np.resize(sound(number), SAMPLE_RATE * 30) for number in range(SECONDS // 30)]
+
+
+def recorded(samples: npt.NDArray[np.float32]) -> bytes:
+    """A WAV file of 16 bits, as recorders write them. In float32 ten minutes are over --max-media-bytes, and the file
+    has the time at which it was written."""
+    file = io.BytesIO()
+    soundfile.write(file, samples, SAMPLE_RATE, format="WAV", subtype="PCM_16")
+    return file.getvalue()
 
 
 def photo(rng: np.random.Generator, width: int, height: int) -> bytes:
