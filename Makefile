@@ -129,7 +129,7 @@ PODS ?=
 helm-test: $(if $(PODS),$(VENV)/test.stamp) ## Render the Helm chart for many values, check every object (Linux on x86-64); PODS=1: run its pods, too.
 	@python=$$(.ci/find_python "$(PYTHON)") && PYTHON="$$python" PODS=$(PODS) POD_PYTHON=$(BIN)/python tools/kubernetes/test.sh
 
-sizes-test: $(VENV)/test.stamp ## Models of 3 to 4 billion random weights on a CPU, against transformers: two hours, 20 GB of memory and of disk.
+sizes-test: $(VENV)/test.stamp ## Models of billions of random weights on a CPU, against transformers: two hours, 20 GB of memory and of disk.
 	@TEST_DEVICE=cpu REAL_SIZES=1 $(BIN)/python -m pytest -n 0 -s tests/sizes $(ARGS)
 
 # Nothing is published.
