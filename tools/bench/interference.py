@@ -10,6 +10,7 @@ import asyncio
 import base64
 import io
 import json
+import math
 import random
 import shutil
 import time
@@ -65,30 +66,30 @@ class Phase:
         return [times, f"{ttft_ms:.0f}", *rates, f"{len(self.images) / self.seconds:.2f}"]
 
 
-@dataclass(frozen=True)
-class StreamLoad:
-    """The clients: so many streams, and so many that send images of `size` pixels a side."""
+async def run_turn(
+    client: LoadClient, model: str, phase: Phase, seconds: float, streams: int, images: int, size: int, rate: float
+) -> None:
+    """Run so many streams beside so many clients with images of `size` pixels a side, for `seconds`.
 
-    streams: int
-    image_clients: int
-    size: int
-    seconds: float
+    The images come at `rate` a second, or each as soon as the client's last one is answered.
+    """
+    began_s = time.perf_counter()
+    ends_s = began_s + seconds
 
-    async def run(self, client: LoadClient, model: str, phase: Phase, *, beside_images: bool) -> None:
-        began_s = time.perf_counter()
+    async def repeat(content: Callable[[], Any], max_tokens: int, outcomes: list[Outcome], every_s: float) -> None:
+        due_s = began_s
+        while time.perf_counter() < ends_s:
+            outcome = await client.ask(_request(client, model, content(), max_tokens))
+            if outcome.status != 200:
+                raise typer.BadParameter(f"the server answered {outcome.status}: {outcome.error}")
+            outcomes.append(outcome)
+            due_s += every_s  # what is due after a slow answer goes out at once
+            await asyncio.sleep(min(due_s, ends_s) - time.perf_counter())
 
-        async def repeat(content: Callable[[], Any], max_tokens: int, outcomes: list[Outcome]) -> None:
-            while time.perf_counter() - began_s < self.seconds:
-                outcome = await client.ask(_request(client, model, content(), max_tokens))
-                if outcome.status != 200:
-                    raise typer.BadParameter(f"the server answered {outcome.status}: {outcome.error}")
-                outcomes.append(outcome)
-
-        loops = [repeat(_words, 64, phase.texts) for _ in range(self.streams)]
-        num_images = self.image_clients if beside_images else 0
-        loops += [repeat(lambda: _image(self.size), IMAGE_TOKENS, phase.images) for _ in range(num_images)]
-        await asyncio.gather(*loops)
-        phase.seconds += time.perf_counter() - began_s
+    loops = [repeat(_words, 64, phase.texts, 0) for _ in range(streams)]
+    loops += [repeat(lambda: _image(size), IMAGE_TOKENS, phase.images, images / rate) for _ in range(images)]
+    await asyncio.gather(*loops)
+    phase.seconds += time.perf_counter() - began_s
 
 
 def _words() -> str:
@@ -105,15 +106,9 @@ def _image(size: int) -> list[dict[str, Any]]:
 
 
 def _request(client: LoadClient, model: str, content: Any, max_tokens: int) -> Request:
-    options: dict[str, Any] = {
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "allowed_token_ids": LETTERS,
-    }
     messages = [{"role": "user", "content": content}]
-    options["stream_options"] = {"include_usage": True}
-    body = {"model": model, "stream": True, "messages": messages, **options}
+    body = {"model": model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
+    body |= {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "allowed_token_ids": LETTERS}
     return client.build("/v1/chat/completions", {"json": body})
 
 
@@ -147,6 +142,7 @@ def interference(
     model: Annotated[Path | None, typer.Option(help="Of the clusters, for one of random weights.")] = None,
     streams: Annotated[int, typer.Option(min=1)] = 4,
     images: Annotated[int, typer.Option(min=0, help="Clients that send images.")] = 2,
+    images_per_s: Annotated[float, typer.Option(min=0.01, help="Of all clients; else one after the other.")] = math.inf,
     size: Annotated[int, typer.Option(min=28, help="Width and height of an image, in pixels.")] = 448,
     seconds: Annotated[float, typer.Option(help="Length of a turn, alone and beside images each.")] = 15.0,
     repetitions: Annotated[int, typer.Option(min=1)] = 2,
@@ -161,7 +157,6 @@ def interference(
         python -m tools.bench.interference --server vllm=http://127.0.0.1:9000=vlm --topology 1e1pd
     """
     folder = model or make_model(FOLDER)
-    load = StreamLoad(streams, images, size, seconds)
     phases: dict[tuple[str, bool], Phase] = {}
     for repetition in range(repetitions):
         for name in [*(server or ()), *(topology or ())] or ["1e1pd", "1e1p1d"]:
@@ -172,7 +167,8 @@ def interference(
                 with closing(asyncio.Runner()) as runner:
                     for beside in (False, True):
                         phase = phases.setdefault((name.partition("=")[0], beside), Phase())
-                        runner.run(load.run(client, served, phase, beside_images=beside))
+                        clients = streams, images if beside else 0, size, images_per_s
+                        runner.run(run_turn(client, served, phase, seconds, *clients))
                     runner.run(client.close())
     rows = [[name, "beside images" if beside else "alone", *phase.cells()] for (name, beside), phase in phases.items()]
     titles = ["system", "text", "ITL p50 / p90 / p99 / max, ms", "TTFT p50, ms"]
@@ -214,7 +210,7 @@ def _draw(phases: dict[tuple[str, bool], Phase], file: Path) -> None:
         ylabel="share of longer gaps",
     )
     axes.grid(visible=True, alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=7, loc="upper right")
     figure.savefig(file)
 
 

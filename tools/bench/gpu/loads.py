@@ -4,6 +4,7 @@ pictures repeat."""
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from tools.bench.gpu import serving
 from tools.bench.gpu.figures import Figure, durations, rate
 from tools.bench.gpu.setup import Setup, noise_image
 from tools.bench.gpu.steps import least_step_s
-from tools.bench.interference import Phase, StreamLoad
+from tools.bench.interference import Phase, run_turn
 
 SIDES: Final = {"4k": 2880, "8k": 5760}
 """Of squares with as many pixels as 3840 x 2160 and 7680 x 4320."""
@@ -33,8 +34,8 @@ def measure_gaps(setup: Setup, folder: Path, url: str) -> Iterator[Figure]:
 
     async def stream(side: int) -> list[float]:
         client, phase = LoadClient(url), Phase()
-        load = StreamLoad(in_flight, in_flight, side, seconds)
-        await load.run(client, serving.MODEL, phase, beside_images=side > 0)
+        clients = in_flight, in_flight if side else 0, side, math.inf
+        await run_turn(client, serving.MODEL, phase, seconds, *clients)
         await client.close()
         return [gap for outcome in phase.texts for gap in outcome.gaps_s]
 
