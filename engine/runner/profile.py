@@ -45,6 +45,8 @@ LEAST_ROWS: Final = 128
 """Rows of a prompt that are measured in any model: with a few of them, products take other ways through libraries."""
 SAMPLED_VALUES: Final = 2**19
 """Logits that are sampled on a CPU: sorting them takes a twentieth of a second."""
+LEAST_SEQS: Final = 8
+"""Sequences that are sampled in any model: a quarter of them, measured too, is more than one."""
 WARM_UP_TOKENS: Final = 16
 _FILTERS: Final = SamplingParams(temperature=1.0, top_p=0.9, top_k=0, max_tokens=1, logprobs=1, presence_penalty=0.1)
 
@@ -147,7 +149,7 @@ class _StepProfile:
 
     def logits(self) -> int | None:
         """Run the head and the sampler, with filters and other consumers of memory."""
-        affordable = max(8, SAMPLED_VALUES // self._runner.spec.vocab_size) if self._on_cpu else self._max_rows
+        affordable = max(LEAST_SEQS, SAMPLED_VALUES // self._runner.spec.vocab_size) if self._on_cpu else self._max_rows
         return _measure_rows(self._sample, self._max_rows, affordable)
 
     def _sample(self, num_rows: int) -> int | None:
@@ -176,10 +178,7 @@ class _StepProfile:
             sequence.num_computed_tokens = length - count
         tables = _OneBlock(self._encoder_tokens, runner.block_size, length)
         output = _OneOutput(self._encoder_tokens, runner)
-        with (
-            PeakMemory(runner.device) as peak,
-            one_layer_of_each_stack(runner.model, self._deadline_s),
-        ):
+        with PeakMemory(runner.device) as peak, one_layer_of_each_stack(runner.model, self._deadline_s):
             runner.buffers.acquire_slots(step.sequences)
             runner.run(step, cast(BlockManager, tables), cast(EncoderCacheManager, output))
         runner.buffers.release_slots(step.sequences)
