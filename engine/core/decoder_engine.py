@@ -25,7 +25,7 @@ from engine.core.decoding import Decoding
 from engine.core.output_processor import OutputProcessor
 from engine.core.request_factory import RequestFactory
 from engine.core.step_loop import StepLoop
-from engine.device.copy_stream import AsyncCopy
+from engine.device.pending_tensor import PendingTensor
 from engine.handoff.input_receiver import InputReceiver
 from engine.handoff.kv_exporter import KvExporter
 from engine.handoff.kv_receiver import KvReceiver
@@ -224,9 +224,9 @@ class DecoderEngine:
 
     # --- keys and values, from and to another engine
 
-    def export_kv(self, request_id: str, table: Table, first: int, last: int) -> AsyncCopy | None:
+    def export_kv(self, request_id: str, table: Table, first: int, last: int) -> PendingTensor | None:
         """Return KV of a prefill's tokens `first` to `last` (not included), from the self or cross table: [last -
-        first, layers, 2, num_kv_heads, head_dim] for the CPU, contiguous. Steps go on meanwhile.
+        first, layers, 2, num_kv_heads, head_dim] on the engine's device, contiguous.
 
         None where they are not there at the moment: not computed yet, or given up for a while (preempted).
         """

@@ -12,7 +12,7 @@ ended; then it is the next one's turn. Reservations thus come to their end, and 
 from __future__ import annotations
 
 from common.messages import Prefilled
-from engine.device.copy_stream import AsyncCopy
+from engine.device.pending_tensor import PendingTensor
 from engine.handoff.offer_check import KvOfferCheck
 from engine.runner.decoder import DecoderRunner
 from engine.scheduler.decoder import DecoderScheduler
@@ -99,7 +99,7 @@ class KvExporter:
             request.go_first()
             self._scheduler.reorder(request)
 
-    def export(self, request_id: str, table: Table, first: int, last: int) -> AsyncCopy | None:
+    def export(self, request_id: str, table: Table, first: int, last: int) -> PendingTensor | None:
         """Return the KV of tokens `first` to `last` (not included), [last - first, layers, 2, num_kv_heads, head_dim];
         None while not in the cache."""
         request = self._requests.get(request_id)

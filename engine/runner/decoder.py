@@ -18,9 +18,9 @@ from engine.attention.select import choose_backend
 from engine.cache.block_manager import BlockManager, BlockMove
 from engine.cache.encoder_cache import EncoderCacheManager
 from engine.device.choice import choose_device, choose_dtype
-from engine.device.copy_stream import AsyncCopy, CopyStream
 from engine.device.gpu_memory import in_words
 from engine.device.memory import MemoryReport, zeros
+from engine.device.pending_tensor import PendingTensor
 from engine.device.recorder import CudaRecorder, Recorder
 from engine.models.layers import use_layer_kernels
 from engine.models.lora.pool import AdapterPool
@@ -96,7 +96,6 @@ class DecoderRunner:
             config.max_num_seqs, self.max_model_len, self.block_size, config.max_num_batched_tokens, self.device
         )
         self.last_tokens = LastTokens(config.max_num_seqs, self.device)
-        self._side = CopyStream.beside(self.device)
         self.backend = choose_backend(self.device, self.dtype, config.attention_backend, HeadSpec.of(self.spec))
         self.layers_are_fallback = not use_layer_kernels(self.device, config.attention_backend)
         self._uses_mrope = self.spec.mrope_section is not None
@@ -161,9 +160,9 @@ class DecoderRunner:
         """Carry out block moves in order. The host copy of the cache is allocated on first use."""
         move_blocks(moves, self.caches, self._host_cache)
 
-    def read_tokens(self, table: Table, block_table: list[int], first: int, last: int) -> AsyncCopy:
-        """Keys and values of tokens of a table: [last - first, layers, 2, num_kv_heads, head_dim], for the CPU."""
-        return read_tokens(self._caches_of(table), block_table, first, last, self._side)
+    def read_tokens(self, table: Table, block_table: list[int], first: int, last: int) -> PendingTensor:
+        """Gather KV of tokens of a table: [last - first, layers, 2, num_kv_heads, head_dim], on this device."""
+        return read_tokens(self._caches_of(table), block_table, first, last)
 
     def write_tokens(self, table: Table, block_table: list[int], first: int, tokens: torch.Tensor) -> None:
         """Write KV read by `read_tokens` of another engine, from token `first` on. The tensor is on this device."""

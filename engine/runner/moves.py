@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from engine.cache.block_manager import BlockMove
-from engine.device.copy_stream import AsyncCopy, CopyStream
 from engine.device.h2d import send
+from engine.device.pending_tensor import PendingTensor
 
 
 def move_blocks(moves: Sequence[BlockMove], caches: Sequence[Tensor], host_cache: Callable[[int], Tensor]) -> None:
@@ -78,19 +78,15 @@ def _independent(moves: list[BlockMove]) -> Iterator[list[BlockMove]]:
         yield batch
 
 
-def read_tokens(
-    caches: Sequence[Tensor], block_table: Sequence[int], first: int, last: int, side: CopyStream
-) -> AsyncCopy:
-    """Tokens `first` to `last` (not included) of a table, over the layers of `caches`: contiguous, for the CPU.
-
-    They are gathered in the order of the steps; from a GPU they come in one copy beside those that follow.
-    """
+def read_tokens(caches: Sequence[Tensor], block_table: Sequence[int], first: int, last: int) -> PendingTensor:
+    """Gather tokens `first` to `last` (not included) of a table, over the layers of `caches`, in the order of the
+    steps: contiguous, on the caches' device."""
     slots = slots_of(caches[0], block_table, first, last)
     shape = (len(slots), len(caches), 2, *caches[0].shape[3:])
     tokens = torch.empty(shape, dtype=caches[0].dtype, device=caches[0].device)
     for layer, cache in enumerate(caches):
         tokens[:, layer] = cache.flatten(1, 2).index_select(1, slots).transpose(0, 1)
-    return side.fetch(tokens)
+    return PendingTensor(tokens)
 
 
 def write_tokens(caches: Sequence[Tensor], block_table: Sequence[int], first: int, tokens: Tensor) -> None:

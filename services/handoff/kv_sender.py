@@ -24,15 +24,19 @@ from common.errors import ErrorInfo, TriptychError
 from common.messages import KV_INPUT_ID, Failed, Generate, Grant, KvOffer, Prefilled
 from common.telemetry import SpanRecorder, get_logger
 from engine.core.decoder_engine import DecoderEngine
-from engine.device.copy_stream import AsyncCopy
+from engine.device.pending_tensor import PendingTensor
 from engine.state.events import Event, KvComputed, KvReady, PrefillEvent
-from services.handoff.kv_messages import tokens_per_part
-from services.handoff.payloads import bytes_of
+from services.handoff.kv_messages import PART_BYTES, tokens_per_part
+from services.handoff.payloads import Outgoing, payload_of
 from services.process.engine_thread import EngineThread
 from services.worker_context import WorkerContext
 
 Table: TypeAlias = Literal["self", "cross"]
 RETRY_S: Final = 0.2
+MAX_PENDING: Final = 8
+"""Parts that wait on a GPU for the steps before them."""
+MAX_OUTGOING: Final = 8
+"""Parts that wait on a GPU to be sent; others wait in host memory."""
 
 log = get_logger()
 
@@ -91,6 +95,8 @@ class KvSender:
         self._handoffs = handoffs
         self._timeout_s = context.settings.handoff_timeout_s
         self._prefills: dict[str, tuple[_Prefill, asyncio.Task[None]]] = {}
+        self._pending = asyncio.Semaphore(MAX_PENDING)
+        self._outgoing = Outgoing(MAX_OUTGOING * PART_BYTES)
         self.outcomes: Counter[str] = Counter()
         self.num_parts_while_prefilling = 0
         """Parts sent before the rest of the prompt was computed."""
@@ -194,7 +200,7 @@ class KvSender:
             computed = await self._computed(prefill, handoff, table, first, last)
             end = min(computed, first + most)
             tensor = await self._export(prefill, handoff, table, first, end)
-            part = Part(list(tensor.shape), offer.dtype, bytes_of(tensor), table, first)
+            part = Part(list(tensor.shape), offer.dtype, payload_of(tensor), table, first)
             self.num_parts_while_prefilling += prefill.num_computed is None or prefill.num_computed < offer.num_tokens
             await self._handoffs.send(handoff, part)
             first = end
@@ -217,14 +223,19 @@ class KvSender:
         """Return the KV of some tokens, once present (again)."""
         request_id = prefill.message.request_id
 
-        def export(engine: DecoderEngine) -> AsyncCopy | None:
+        def export(engine: DecoderEngine) -> PendingTensor | None:
             return engine.export_kv(request_id, table, first, last)
 
-        while (arriving := await self._thread.call(export, self._timeout_s)) is None:
+        def take(pending: PendingTensor) -> torch.Tensor:
+            return self._outgoing.keep(pending.wait())
+
+        while True:
+            async with self._pending:
+                if (pending := await self._thread.call(export, self._timeout_s)) is not None:
+                    return await asyncio.to_thread(take, pending) if pending.is_cuda else take(pending)
             # The request was preempted. The engine reports the end of its recomputation, or its return.
             self._handoffs.keep_alive(handoff)
             await prefill.next_report(RETRY_S)
-        return arriving.wait() if arriving.is_here else await asyncio.to_thread(arriving.wait)
 
 
 def _wanted(offer: KvOffer, grant: Grant) -> Iterator[tuple[Table, int, int]]:

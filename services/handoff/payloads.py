@@ -1,7 +1,7 @@
 """Tensors of a worker as payloads of transports, and back. dtypes and devices stay here: transports move bytes.
 
     bytes_of, tensor_of   host memory, without a copy
-    Outgoing              outputs wait on the device, within a limit, until they have left
+    Outgoing              tensors wait on the device, within a limit, until they have left
     payload_of            the tensor in place (cuda), or a copy in pinned host memory (all other transports)
 
 Copies between devices run beside the engine's stream. Helper threads wait for copies, never the engine's thread.
@@ -9,6 +9,7 @@ Copies between devices run beside the engine's stream. Helper threads wait for c
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -65,23 +66,25 @@ def open_cuda(device: Device) -> CudaRuntime | None:
 
 
 class Outgoing:
-    """Outputs of an encoder between forward pass and receipt: on the GPU up to `limit_bytes`, else in host memory."""
+    """Tensors between their computation and their receipt: on the GPU up to `limit_bytes`, else in host memory."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
+        self._lock = threading.Lock()
         self._kept: list[weakref.ref[torch.Tensor]] = []
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a complete tensor's values contiguous. Called on the thread whose stream has computed the tensor."""
+        """Return a complete tensor's values contiguous, on any thread."""
         whole = tensor.detach()
         if whole.device.type == "cpu":
             return whole.contiguous()
-        alive = [(reference, kept.nbytes) for reference in self._kept if (kept := reference()) is not None]
-        self._kept = [reference for reference, _ in alive]
-        if sum(size for _, size in alive) + whole.nbytes > self._limit_bytes:
-            return _pinned(whole)
-        self._kept.append(weakref.ref(whole))
-        return whole
+        with self._lock:
+            alive = [(reference, kept.nbytes) for reference in self._kept if (kept := reference()) is not None]
+            self._kept = [reference for reference, _ in alive]
+            if sum(size for _, size in alive) + whole.nbytes <= self._limit_bytes:
+                self._kept.append(weakref.ref(whole))
+                return whole
+        return _pinned(whole)
 
 
 def payload_of(tensor: torch.Tensor) -> Payload:

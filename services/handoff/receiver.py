@@ -16,7 +16,6 @@ import torch
 
 from broker.handoff.channels import Delivery
 from broker.handoff.sender import Key, key_of
-from broker.transports.payload import DeviceBuffer
 from broker.transports.received import PushedTensor, PushTarget
 from broker.transports.tensors import ReceivedTensor, payload_fault
 from common.errors import ErrorInfo
@@ -231,7 +230,7 @@ class HandoffReceiver:
         if fault is not None:
             self._refuse(key, received.header, fault)
             return False
-        assert isinstance(data, memoryview)  # see _tensor_fault
+        assert isinstance(data, memoryview)  # no way from a GPU leads to a CPU
         tokens = tensor_of(data, received.header.shape, DTYPES[received.header.dtype])
         self._thread.submit(lambda engine: self._deliver_part(engine, key, received.header, tokens, received.release))
         return True
@@ -267,11 +266,9 @@ def _as_offered(what: Offer | TensorHeader) -> tuple[str, list[int], str, int]:
 
 
 def _tensor_fault(received: ReceivedTensor, offer: Offer | KvOffer) -> str | None:
-    """Return the mismatch between a tensor and its offer, or a wrong kind of memory; None for a correct tensor."""
+    """Return the mismatch between a tensor and its offer; None for a correct tensor."""
     header = received.header
     if isinstance(offer, KvOffer):
-        if isinstance(received.data, DeviceBuffer):
-            return "keys and values come through the host's memory, not from a GPU's"
         return part_fault(header, offer)
     if (header.shape, header.dtype, header.size_bytes) == (offer.shape, offer.dtype, offer.size_bytes):
         return None

@@ -6,11 +6,11 @@
     +----------------------------------------------------+
        Unix socket: announce -->   <-- release
 
-The sender copies an output into its arena, on a stream of its own, waits for that stream in a thread, and only then
-announces the output. No byte passes through the host, and no engine's stream waits.
+The sender copies a tensor into its arena, on a stream of its own, waits for that stream in a thread, and only then
+announces the tensor. No byte passes through the host, and no engine's stream waits.
 
 Both processes must belong to one user on one host, and the receiver must prove that its GPU reads the sender's memory.
-Otherwise another transport is chosen. Not run on a GPU yet: tests run two processes over memory of the host
+Otherwise another transport is chosen. It has run on one GPU; tests run two processes over memory of the host
 (tests/broker/transports/fake_cuda.py).
 """
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from engine.cache.block_manager import BlockMove
-from engine.device.copy_stream import CopyStream
 from engine.device.h2d import ALIGNMENT, Array, fetch, pack, send, send_tensor, unpack
 from engine.runner.last_tokens import LastTokens
 from engine.runner.moves import copy_runs, move_blocks, read_tokens, write_tokens
@@ -154,10 +153,9 @@ def test_blocks_side_by_side_at_both_ends_are_copied_at_once(monkeypatch: pytest
 @pytest.mark.parametrize("device", DEVICES)
 def test_keys_and_values_of_tokens_are_read_from_and_written_to_any_blocks(device: str) -> None:
     source, target = caches(1, 6, device), caches(2, 9, device)
-    side = CopyStream.beside(torch.device(device))
-    tokens = read_tokens(source, [3, 1, 5], 2, 11, side).wait()
+    tokens = read_tokens(source, [3, 1, 5], 2, 11).wait()
     assert tokens.shape == (9, 2, 2, 1, 2)
-    assert tokens.device == CPU
-    write_tokens(target, [7, 2, 8], 2, tokens.to(device))
-    assert torch.equal(read_tokens(target, [7, 2, 8], 2, 11, side).wait(), tokens)
+    assert tokens.device == source[0].device
+    write_tokens(target, [7, 2, 8], 2, tokens)
+    assert torch.equal(read_tokens(target, [7, 2, 8], 2, 11).wait(), tokens)
     assert torch.equal(target[0][:, 7, 2:].cpu(), source[0][:, 3, 2:].cpu())

@@ -21,7 +21,6 @@ from common.sampling_params import SamplingParams
 from engine.cache.block_manager import BlockManager
 from engine.cache.block_pool import BlockPool
 from engine.cache.encoder_cache import EncoderCacheManager
-from engine.device.copy_stream import CopyStream
 from engine.handoff.input_receiver import InputReceiver
 from engine.handoff.kv_receiver import KvHandoffState, KvReceiver
 from engine.handoff.offer_check import KvOfferCheck, KvPart, OfferCheck
@@ -38,7 +37,6 @@ BLOCK_SIZE = 4
 NUM_BLOCKS = 14
 MAX_SEQS = 3
 SHAPE = (2, 2, 1, 3)
-SIDE = CopyStream.beside(torch.device("cpu"))
 LEASE_S = 10.0
 FAR_S = 1e12
 NAMES = [f"r{number}" for number in range(6)]
@@ -209,7 +207,7 @@ class ReceiverMachine(RuleBasedStateMachine):
             for table, blocks in (("self", own), ("cross", cross)):
                 truth = self._truth(request, table)
                 if len(truth):
-                    assert torch.equal(read_tokens(self.caches, blocks, 0, len(truth), SIDE).wait(), truth)
+                    assert torch.equal(read_tokens(self.caches, blocks, 0, len(truth)).wait(), truth)
 
     def teardown(self) -> None:
         """From here on nobody goes away and nothing is late: every request that has not ended gets its turn."""

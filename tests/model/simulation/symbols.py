@@ -22,7 +22,6 @@ from common.model_info import ModelInfo, load_model_info
 from engine.cache.block_manager import BlockManager
 from engine.cache.encoder_cache import EncoderCacheManager
 from engine.core.encoder_engine import EncoderResult
-from engine.device.copy_stream import CopyStream
 from engine.device.memory import MemoryReport
 from engine.processors import ProcessedInput
 from engine.runner.decoder import DecoderRunner, StepOutput
@@ -107,7 +106,6 @@ class SymbolicRunner(DecoderRunner):
             vocab_size=info.vocab_size,
             max_model_len=MAX_MODEL_LEN,
         )
-        self._side = CopyStream.beside(self.device)
         self.max_model_len = MAX_MODEL_LEN
         self.block_size = config.block_size
         self.buffers = InputBuffers(config.max_num_seqs, MAX_MODEL_LEN, config.block_size)

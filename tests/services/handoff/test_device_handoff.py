@@ -1,4 +1,4 @@
-"""Encoder outputs from GPU to GPU, between an encoder's and a decoder's service over a fake CUDA.
+"""Encoder outputs and KV from GPU to GPU, between the services of two workers over a fake CUDA.
 
 Both engines compute on the CPU; what is between them takes their tensors' memory for that of a GPU.
 """
@@ -21,10 +21,13 @@ from broker.transports.cuda.runtime import CudaError
 from broker.transports.payload import DeviceBuffer, Payload
 from broker.transports.received import ReceivedTensor
 from broker.transports.tensors import TensorSender
+from common.config import Transport
 from common.hashing import checksum
 from common.messages import TensorHeader
+from common.sampling_params import SamplingParams
 from engine.core.decoder_engine import DecoderEngine
 from engine.handoff.offer_check import KvPart
+from engine.llm import LLM
 from services.handoff.payloads import Outgoing, bytes_of, open_cuda, payload_of
 from services.handoff.receive_buffers import DeviceReceiveBuffers
 from services.handoff.receiver import MAX_DEVICE_PARTS
@@ -32,8 +35,11 @@ from services.roles.decoder import PrefillDecodeService
 from services.roles.encoder import EncoderService
 from tests.broker.transports.fake_cuda import FakeCuda
 from tests.eventually import eventually
+from tests.services.apart import apart, question
 from tests.services.inprocess import InProcess, colour_seen, in_process
 from tests.services.roles.test_decode import beside_a_prefill_worker
+
+LONG = "Which colours does the sign have? " * 20
 
 
 @dataclass
@@ -102,22 +108,62 @@ async def test_a_copy_that_fails_is_sent_again(pair: Pair, monkeypatch: pytest.M
     assert not failures
 
 
-async def test_keys_and_values_that_lie_on_a_gpu_are_refused(
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("signpost", num_threads=1, kv_cache_bytes=16 * 2**20)
+
+
+@pytest.mark.parametrize(
+    ("transport", "way"), [("auto", "cuda+unix"), ("nixl", "nixl+cuda+tcp"), ("shm", "shm+unix")], ids=str
+)
+async def test_keys_and_values_go_from_gpu_to_gpu(
+    broker_url: str,
+    redis: Redis,
+    zmq_context: zmq.asyncio.Context,
+    monkeypatch: pytest.MonkeyPatch,
+    llm: LLM,
+    transport: Transport,
+    way: str,
+) -> None:
+    """By CUDA or NIXL, else through the host's memory; many parts, some of which leave while others are computed."""
+    gpus = [FakeCuda(), FakeCuda()]
+    starting = iter(gpus)
+    monkeypatch.setattr("services.worker_process.open_cuda", lambda device: next(starting))
+    monkeypatch.setattr("services.handoff.kv_sender.payload_of", lambda tensor: gpus[0].upload(bytes_of(tensor)))
+    monkeypatch.setattr("services.handoff.kv_sender.tokens_per_part", lambda shape, dtype: 16)
+    prompt, sampling = question(LONG), SamplingParams(max_tokens=6, temperature=0.0)
+    [expected] = llm.generate({"prompt_token_ids": prompt}, sampling)
+    async with apart(broker_url, redis, zmq_context, transport=transport) as workers:
+        await workers.generate("r", prompt, sampling)
+        assert await workers.tokens("r") == {0: expected.outputs[0].token_ids}
+        assert (await workers.prefilled("r")).error is None
+        assert workers.prefill.tally("tensors_sent") == {way: -(-(len(prompt) - 1) // 16)}
+        assert (await workers.counts(workers.decode))["recomputed_tokens_total"] == 0
+
+
+async def test_a_part_that_could_not_be_copied_to_the_gpu_comes_again(
     broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ours never do: they leave by the host's memory."""
-    monkeypatch.setattr("services.worker_process.open_cuda", lambda device: FakeCuda())
+    gpu = FakeCuda()
+    monkeypatch.setattr("services.worker_process.open_cuda", lambda device: gpu)
     async with beside_a_prefill_worker(broker_url, redis, zmq_context) as setting:
         cuda, worker = FakeCuda(), setting.worker
         offer = await setting.granted("r")
         size_bytes = offer.num_tokens * setting.token_bytes
         epoch, whole = (await worker.record()).epoch, [offer.num_tokens, *setting.token_shape]
         header = TensorHeader(*key_of(offer), "peer", epoch, whole, "float32", size_bytes, table="self")
-        sender = TensorSender(zmq_context, cuda=cuda)
-        await sender.send(await worker.record(), header, cuda.upload(bytes(size_bytes)), 5.0)
-        assert sender.num_sent == {"cuda+unix": 1}
-        assert await setting.receipt("r") == (0, "corrupt")
-        await setting.send(offer, 0, 0, offer.num_tokens)
+        sender, failures, copy = TensorSender(zmq_context, cuda=cuda), [CudaError("a fault")], gpu.copy
+
+        def fail_once(target: int, source: int, num_bytes: int, stream: int) -> None:
+            if failures and num_bytes == size_bytes:
+                raise failures.pop()
+            copy(target, source, num_bytes, stream)
+
+        monkeypatch.setattr(gpu, "copy", fail_once)
+        for number, status in enumerate(("corrupt", "stored"), 1):
+            await sender.send(await worker.record(), header, cuda.upload(bytes(size_bytes)), 5.0)
+            assert await setting.receipt("r", number) == (0, status)
+        assert sender.num_sent == {"cuda+unix": 2}
         await setting.done("r")
         sender.close()
 

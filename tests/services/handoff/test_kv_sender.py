@@ -29,7 +29,7 @@ from common.messages import (
     TensorHeader,
 )
 from common.sampling_params import SamplingParams
-from engine.device.copy_stream import AsyncCopy
+from engine.device.pending_tensor import PendingTensor
 from engine.state.events import KvComputed, KvReady
 from services.handoff.kv_messages import PART_BYTES, tokens_per_part
 from services.handoff.kv_sender import KvSender
@@ -49,12 +49,12 @@ class FakeEngine:
     num_computed: int = 0
     calls: list[str] = field(default_factory=list)
 
-    def export_kv(self, request_id: str, table: str, first: int, last: int) -> AsyncCopy | None:
+    def export_kv(self, request_id: str, table: str, first: int, last: int) -> PendingTensor | None:
         if table == "self" and last > self.num_computed:
             self.calls.append("nothing there")
             return None
         numbers = torch.arange(first, last, dtype=torch.float32).view(-1, 1, 1, 1, 1)
-        return AsyncCopy(numbers.expand(-1, *SHAPE).contiguous())
+        return PendingTensor(numbers.expand(-1, *SHAPE).contiguous())
 
     def grant_kv(self, request_id: str) -> None:
         self.calls.append("grant")

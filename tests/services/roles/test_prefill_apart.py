@@ -92,9 +92,13 @@ async def test_a_resumed_request_goes_on_and_prompt_log_probabilities_come_from_
 
 
 async def test_more_prompts_than_either_pool_holds_drain(
-    broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context, llm: LLM
+    broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twelve prompts, where prefill and decode have room for about two each, of other block sizes."""
+    """Twelve prompts, where prefill and decode have room for about two each, of other block sizes.
+
+    One part at a time is gathered: prefills that lost their blocks do not hold up those that have theirs.
+    """
+    monkeypatch.setattr("services.handoff.kv_sender.MAX_PENDING", 1)
     prompts = [question(f"{number} {LONG}") for number in range(12)]
     sampling = SamplingParams(max_tokens=4, temperature=0.0)
     token_bytes = await _token_bytes(broker_url, redis, zmq_context)
