@@ -15,18 +15,19 @@ from hypothesis import strategies as st
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from common.model_info import load_model_info
-from common.text.prompts import encode_tokens
+from common.text.prompts import encode_tokens, join_media
 from engine import processors
-from engine.encoders.attention import flash_part, use_flashinfer
+from engine.encoders.attention import CPU_NAME, flash_part, use_flashinfer, use_kernels
 from engine.encoders.qwen_vl import QwenVisionEncoder
 from engine.models.base import EncoderModel
 from engine.models.registry import load_encoder
+from engine.native import ops as native_ops
 from tests import fake_flashinfer, tiny_models
 from tests.engine.attention.paged import assert_equal, dense
 from tests.fake_flashinfer.dense import Wrapper
 from tests.fake_flashinfer.installed import flashinfer_on_cpu, no_compiler
 from tests.media_files import encoded, noise, sound_file, tone
-from tests.tiny import encdec, gemma3, llava, qwen
+from tests.tiny import encdec, florence2, gemma3, llava, qwen
 
 CPU = torch.device("cpu")
 
@@ -50,6 +51,12 @@ def texts() -> list[bytes]:
     return [encode_tokens(list(range(10, 10 + length))) for length in (9, 10, 11)]
 
 
+def texts_with_pictures() -> list[bytes]:
+    """Pictures have equal sizes, the texts behind them do not."""
+    image = encoded(noise(florence2.SIDE, florence2.SIDE))
+    return [join_media([florence2.IMAGE_TOKEN_ID, *range(10, 10 + length)], image) for length in (9, 10, 11)]
+
+
 SERVED = (64, 16)
 """Sizes of heads: tiny towers have 16, which the fake computes as well as any."""
 
@@ -65,6 +72,7 @@ MAKERS = [
     (qwen.make_qwen2_vl, "image", pictures, 1),
     (qwen.make_qwen3_vl, "image", pictures, 1),
     (llava.make_llava, "image", pictures, 1),
+    (llava.make_llava_next, "image", pictures, 1),
     (llava.make_idefics3, "image", pictures, 1),
     (gemma3.make_gemma3, "image", pictures, 1),
     (qwen.make_qwen3_asr, "audio", sounds, 1),
@@ -72,8 +80,9 @@ MAKERS = [
     (qwen.make_qwen2_audio, "audio", sounds, 1),
     (encdec.make_bart, "text", texts, 1),
     (encdec.make_mbart, "text", texts, 1),
+    (florence2.make_florence2, "image", texts_with_pictures, 1),
 ]
-"""With the kinds of sequences that their layers look at; the last three pad."""
+"""With the kinds of sequences that their layers look at; the last four pad."""
 
 
 def loaded(folder: Path) -> EncoderModel:
@@ -109,19 +118,23 @@ def test_encoders_give_the_same_rows_with_a_plan_for_each_kind_of_sequences(
 
 @pytest.fixture(scope="module")
 def attention(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[..., Any]]:
-    """The functions that the layers of loaded encoders call: on a CPU, and with FlashInfer (several lengths, too)."""
-    towers = [loaded(make(tmp_path_factory.mktemp("m"))) for make in (tiny_models.make_whisper, qwen.make_qwen2_vl)]
+    """The functions that the layers of loaded encoders call: on a CPU in float32 and in bfloat16 (our kernel where it
+    is plain attention), and with FlashInfer (several lengths, too)."""
+    makers = {"float32": tiny_models.make_whisper, "bfloat16": llava.make_llava, "flashinfer": qwen.make_qwen2_vl}
+    towers = {kind: loaded(make(tmp_path_factory.mktemp("m"))) for kind, make in makers.items()}
+    use_kernels(towers["bfloat16"], CPU, torch.bfloat16, "auto")
     with flashinfer_on_cpu((16, 64)):
-        use_flashinfer(cast(Any, towers[1].unmasked), CPU)
-    names = [cast(Any, tower.unmasked).config._attn_implementation for tower in towers]
-    return {kind: ALL_ATTENTION_FUNCTIONS[name] for kind, name in zip(("cpu", "flashinfer"), names, strict=True)}
+        use_flashinfer(cast(Any, towers["flashinfer"].unmasked), CPU)
+    names = {kind: cast(Any, tower.unmasked).config._attn_implementation for kind, tower in towers.items()}
+    assert names["bfloat16"] == CPU_NAME or not native_ops.is_enabled()
+    return {kind: ALL_ATTENTION_FUNCTIONS[name] for kind, name in names.items()}
 
 
 MASKS = ("none", "bool", "heads", "addends", "position_bias")
 """Of layers: none, bool alike for all heads or not, addends as a mask, addends as T5 passes its own."""
 
 
-@pytest.mark.parametrize("path", ["cpu", "flashinfer", "flashinfer, laid end to end"])
+@pytest.mark.parametrize("path", ["float32", "bfloat16", "flashinfer", "flashinfer, laid end to end"])
 @settings(deadline=None, max_examples=40)
 @given(st.data(), st.sampled_from([16, 64, 72]), st.sampled_from([torch.bfloat16, torch.float32]), st.booleans())
 def test_encoder_attention_is_block_diagonal_and_takes_masks_of_each_item(
