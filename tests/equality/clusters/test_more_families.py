@@ -1,5 +1,5 @@
-"""transformers == `LLM` == a cluster with prefill apart from decode, for the families that test_topologies.py leaves
-out: few requests each, one cluster at a time."""
+"""transformers == `LLM` == a cluster with prefill apart from decode, for every family but Whisper, which
+test_topologies.py spreads: few requests each, one cluster at a time."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from tests.equality.runs import expected_of, prompt_of
 from tests.equality.served import Served, serve
 
 pytestmark = pytest.mark.cluster
-TEXT = ("qwen2", "qwen3", "mistral", "gemma3_text")
+TEXT = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text")
 QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_audio", "qwen3_asr")
-WITH_ENCODER = ("gemma3", "llava", "llava_next", "idefics3", "mllama", *QWENS, "florence2", "mbart", "t5")
+PICTURES = ("gemma3", "llava", "llava_siglip", "llava_next", "idefics3", "smolvlm", "mllama")
+WITH_ENCODER = (*PICTURES, *QWENS, "florence2", "bart", "mbart", "t5", "flan_t5")
 NUM_CASES = 4
 SEARCHES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"temperature": 1.0, "seed": 5}, {"temperature": 1.0, "seed": 5}),
@@ -39,6 +40,7 @@ async def test_answers_equal_transformers(name: str, folder_of: FolderOf, cases_
         assert served.total("decode", "prefill_handoffs_total") >= 2 * sum(len(case.prompt) > 1 for case in cases)
         await _compare_two_sequences(served, cases[-1])
         assert served.total("decode", "recomputed_tokens_total") == 0
+        assert served.total("decode", "inputs_stored_total") == 0, "media go to the prefill worker alone"
         await served.wait_until_nothing_is_held()
 
 
