@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import pkgutil
 import shutil
 import sys
 import time
@@ -35,16 +36,18 @@ from engine.models.registry import make_decoder, make_encoder
 from engine.state.spec import HeadSpec
 from tools.gpu_check.cases import CASES, AttentionCase
 
+_ORDER: Final = "page", "sampling", "quantization", "decode", "prefill"
 _NO_POSITIONS: Final = 0
 """FlashInfer's number for "positions are not rotated by attention"."""
 
 
 @dataclass(frozen=True, order=True)
 class Kernel:
-    """One library that FlashInfer compiles. `page` writes keys and values, `sampling` finds top-p; `decode` runs on the
-    vector units and `prefill` on tensor cores: prefills, encoders, and decodes of large groups of heads."""
+    """One library that FlashInfer compiles. `page` writes keys and values, `sampling` finds top-p, `quantization` packs
+    the bits of masks; `decode` runs on the vector units and `prefill` on tensor cores: prefills, encoders, and decodes
+    of large groups of heads."""
 
-    kind: Literal["page", "sampling", "decode", "prefill"]
+    kind: Literal["page", "sampling", "quantization", "decode", "prefill"]
     dtype: str = ""
     head_dim: int = 0
     window: bool = False
@@ -93,7 +96,7 @@ def needed_kernels(models: Iterable[ModelInfo], dtype: str) -> list[Kernel]:
 
 def check_kernels() -> list[Kernel]:
     """Those that the GPU check asks for: of its cases of attention, and so of all its models."""
-    return _in_order({kernel for case in CASES for kernel in _of_case(case)})
+    return _in_order({Kernel("quantization"), *(kernel for case in CASES for kernel in _of_case(case))})
 
 
 def served_kernels() -> list[Kernel]:
@@ -101,7 +104,7 @@ def served_kernels() -> list[Kernel]:
     dtypes = [name for name, dtype in DTYPES.items() if dtype in served.DTYPES]
     kinds: tuple[Literal["decode", "prefill"], ...] = ("decode", "prefill")
     sizes = itertools.product(kinds, dtypes, served.HEAD_DIMS, (False, True))
-    return _in_order({Kernel("page"), Kernel("sampling"), *itertools.starmap(Kernel, sizes)})
+    return _in_order({Kernel("page"), Kernel("sampling"), Kernel("quantization"), *itertools.starmap(Kernel, sizes)})
 
 
 def build(kernel: Kernel) -> Path:
@@ -128,13 +131,15 @@ def install(kernel: Kernel) -> Path:
 
 
 def _in_order(kernels: Collection[Kernel]) -> list[Kernel]:
-    return sorted(kernels, key=lambda kernel: (("page", "sampling", "decode", "prefill").index(kernel.kind), kernel))
+    return sorted(kernels, key=lambda kernel: (_ORDER.index(kernel.kind), kernel))
 
 
 def _of_decoder(info: ModelInfo, dtype: str) -> Iterator[Kernel]:
     model = make_decoder(info)
     windows = {getattr(module, "window", None) is not None for module in model.modules() if hasattr(module, "window")}
     yield Kernel("sampling")
+    if model.spec.whole_input_tokens or model.spec.biased:
+        yield Kernel("quantization")
     for window in windows or {False}:
         yield from _of_heads(HeadSpec.of(model.spec), dtype, window=window)
 
@@ -169,13 +174,9 @@ def _specification(kernel: Kernel) -> Any:
     Since 0.7 wrappers load a library of their own for prefills: of keys and values that lie alike, as ours do.
     """
     from flashinfer.jit.attention import modules
-    from flashinfer.jit.page import gen_page_module
-    from flashinfer.jit.sampling import gen_sampling_module
 
-    if kernel.kind == "page":
-        return gen_page_module()
-    if kernel.kind == "sampling":
-        return gen_sampling_module()
+    if not kernel.dtype:
+        return pkgutil.resolve_name(f"flashinfer.jit.{kernel.kind}:gen_{kernel.kind}_module")()
     dtype = DTYPES[kernel.dtype]
     types = (dtype, dtype, dtype, torch.int32)
     sizes = (kernel.head_dim, kernel.head_dim, _NO_POSITIONS, kernel.window, False)

@@ -19,7 +19,7 @@ from engine.state.spec import HeadSpec
 from tests import tiny_models
 from tests.gpu.conftest import OWN_MAKERS
 from tests.gpu.test_engine import DTYPES
-from tests.tiny import text
+from tests.tiny import gemma3, text
 from tests.tools.gpu_check.whisper_shape import whisper_large_v3
 from tools.gpu_check.cases import CASES, AttentionCase
 from tools.gpu_check.kernels import Kernel, _specification, check_kernels, main, needed_kernels, served_kernels
@@ -42,6 +42,7 @@ def load(function: str, *args: Any) -> None:
 LOADERS = {
     "page": lambda _: load("page:get_page_module"),
     "sampling": lambda _: load("sampling:get_sampling_module"),
+    "quantization": lambda _: load("quantization.packbits:get_quantization_module"),
     "decode": lambda kernel: load("decode:get_batch_decode_module", *sizes_of(kernel)),
     "prefill": lambda kernel: load("prefill:get_batch_prefill_module", "fa2", *sizes_of(kernel), False),
 }
@@ -69,6 +70,12 @@ def test_windows_are_kernels_of_their_own(tmp_path: Path) -> None:
     ]
 
 
+def test_models_that_mask_need_the_library_that_packs_the_bits(tmp_path: Path) -> None:
+    """Gemma 3: the tokens of an image see each other in both directions."""
+    assert Kernel("quantization") in needed(gemma3.make_gemma3(tmp_path / "images", head_dim=64))
+    assert Kernel("quantization") not in needed(gemma3.make_gemma3_text(tmp_path / "text", head_dim=64))
+
+
 def test_heads_that_are_not_served_need_none_for_attention_and_are_listed_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,7 +94,7 @@ def test_those_of_the_check_are_listed_by_its_cases_of_attention(capsys: pytest.
     assert main(["--check", "--list"]) == 0
     listed = capsys.readouterr().out.splitlines()
     assert listed == list(map(str, check_kernels()))
-    assert listed[:2] == ["page", "sampling"]
+    assert listed[:3] == ["page", "sampling", "quantization"]
     assert {"decode bfloat16 heads of 128", "prefill bfloat16 heads of 64 in a window"} < set(listed)
     served = [case for case in CASES if case.head_dim != 80 and case.dtype != "float32"]
     assert {f"prefill {case.dtype} heads of {case.head_dim}" for case in served} < set(listed)
@@ -106,15 +113,15 @@ def test_every_kind_of_heads_that_is_served_is_a_case_of_the_check() -> None:
     assert {*served.SMALL_GROUPS, max(served.SMALL_GROUPS) + 1, served.MAX_GROUP} <= groups
 
 
-def test_what_is_built_ahead_for_the_check_is_still_twenty_one_libraries() -> None:
-    assert len(check_kernels()) == 21
+def test_what_is_built_ahead_for_the_check_is_still_twenty_two_libraries() -> None:
+    assert len(check_kernels()) == 22
 
 
 def test_an_image_holds_the_kernels_of_all_heads_and_so_those_of_the_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--served", "--list"]) == 0
     assert capsys.readouterr().out.splitlines() == list(map(str, served_kernels()))
     assert set(check_kernels()) < set(served_kernels())
-    assert len(served_kernels()) == 2 + 2 * 2 * len(served.HEAD_DIMS) * len(served.DTYPES)
+    assert len(served_kernels()) == 3 + 2 * 2 * len(served.HEAD_DIMS) * len(served.DTYPES)
 
 
 @pytest.mark.parametrize("kernel", served_kernels(), ids=str)
