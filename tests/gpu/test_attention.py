@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from engine.attention.flashinfer.paged_batch import RaggedBatch
 from engine.attention.flashinfer.ragged import FlashInferRagged
@@ -20,7 +21,7 @@ from engine.attention.select import choose_backend
 from engine.device.choice import DTYPES
 from engine.device.recorder import CudaRecorder
 from engine.state.spec import HeadSpec
-from tests.engine.attention.paged import Paged, Shape, assert_equal, dense
+from tests.engine.attention.paged import Paged, Shape, SomeSeen, assert_equal, dense
 from tests.gpu.device import DEVICE, needs_gpu
 from tests.gpu.fast_path import flashinfer_here
 from tests.plain_recorder import PlainRecorder
@@ -35,6 +36,7 @@ BATCHES = {
     "mixed": [(1, 40), (1, 700), (2, 2), (33, 50), (120, 400)],
 }
 BLOCK_SIZE = 16
+MASKED = [case for case in CASES if case.head_dim != 80 and case.dtype != "float32" and case.window is None]
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +75,22 @@ def test_attention_equals_dense(batch: str, case: AttentionCase, causal: bool) -
         paged = OnDevice(shape_of(BATCHES[batch], case, causal), dtype)
         got = paged.attend(backend, window=window, scale=scale)
         assert_equal(got, paged.expected(window, scale), dtype)
+
+
+@pytest.mark.parametrize("case", MASKED, ids=str)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("kind", ["self", "cross", "whole inputs"])
+def test_masks_are_flashinfers(batch: str, case: AttentionCase, kind: str) -> None:
+    """A mask of the model's, and tokens of an input that see each other in both directions."""
+    dtype, mask = DTYPES[case.dtype], None if kind == "whole inputs" else SomeSeen()
+    backend = choose_backend(torch.device(DEVICE), dtype, "flashinfer", heads_of(case))
+    paged = OnDevice(shape_of(BATCHES[batch], case, kind != "cross"), dtype)
+    ahead = paged.ranges_ahead(SEED) if kind == "whole inputs" else None
+    with capture_logs() as logs:
+        got = paged.attend(backend, bias=mask, key_ranges=ahead)
+    seen = paged.mask(paged.allowed(None, ahead), mask).to(DEVICE)
+    assert_equal(got, dense(paged.query, paged.key, paged.value, seen), dtype, biased=True)
+    assert logs == [], "PyTorch has computed it"
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
