@@ -14,7 +14,7 @@ From them, per step, with M = max_model_len and K = max_blocks_per_seq:
     block_offsets         positions % block_size
     slot_mapping          block_numbers * block_size + block_offsets
 
-All arrays live in memory made at start: a step writes into it, and allocates none.
+All arrays of StepInputs live in memory made at start: a step writes into it, and allocates none of them.
 """
 
 from __future__ import annotations
