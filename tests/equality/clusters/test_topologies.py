@@ -12,9 +12,10 @@ from common.messages import Role
 from common.sampling_params import SamplingParams
 from engine.llm import LLM, RequestOutput
 from tests.equality.cases import MAX_TOKENS, Case, CasesOf, FolderOf
-from tests.equality.runs import expected_of, prompt_of
+from tests.equality.runs import expected_of, prompt_of, strip
 from tests.equality.served import Served, serve
 from tools.soak import leak_check
+from tools.soak.asks import WITHOUT_RULES
 
 pytestmark = pytest.mark.cluster
 SAMPLED: dict[str, Any] = {"n": 2, "temperature": 2.0, "seed": 5, "max_tokens": 12}
@@ -112,6 +113,22 @@ async def test_sampled_choices_and_their_log_probabilities_equal_those_of_llm(
     assert len({tuple(choice.token_ids) for choice in choices}) == 2
     for choice, told in zip(choices, _logprobs(expected), strict=True):
         assert _told(choice) == pytest.approx(told, abs=1e-4)
+    await served.wait_until_nothing_is_held()
+
+
+async def test_beams_of_a_clip_are_those_of_llm(served: Served, setup: Setup, cases: list[Case]) -> None:
+    if setup.model != "whisper":
+        pytest.skip("test_more_families.py searches with the others")
+    case, llm = cases[1], LLM(served.info.folder)
+    fields = {"use_beam_search": True, "best_of": 3, "max_completion_tokens": 12, "return_token_ids": True}
+    async with served.client() as client:
+        create: Any = client.audio.transcriptions.create
+        answer = await create(model=served.info.name, **case.http, extra_body={**fields, **WITHOUT_RULES})
+    prompt, rules = prompt_of(served.info, case), {**case.rules, "temperature": 0.0, "max_tokens": 12}
+    (expected,) = llm.generate(prompt, SamplingParams(beam_width=3, **rules))
+    assert answer.token_ids == strip(served.info, expected.outputs[0].token_ids)
+    (greedy,) = llm.generate(prompt, SamplingParams(**rules))
+    assert greedy.outputs[0].token_ids != expected.outputs[0].token_ids, "the beams are not worth comparing"
     await served.wait_until_nothing_is_held()
 
 
