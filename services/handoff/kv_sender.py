@@ -13,6 +13,8 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager as AsyncContext
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
@@ -33,9 +35,9 @@ from services.worker_context import WorkerContext
 
 Table: TypeAlias = Literal["self", "cross"]
 RETRY_S: Final = 0.2
-MAX_PENDING: Final = 8
+MAX_PENDING: Final = 16
 """Parts that wait on a GPU for the steps before them."""
-MAX_OUTGOING: Final = 8
+MAX_OUTGOING: Final = 16
 """Parts that wait on a GPU to be sent; others wait in host memory."""
 
 log = get_logger()
@@ -95,7 +97,9 @@ class KvSender:
         self._handoffs = handoffs
         self._timeout_s = context.settings.handoff_timeout_s
         self._prefills: dict[str, tuple[_Prefill, asyncio.Task[None]]] = {}
-        self._pending = asyncio.Semaphore(MAX_PENDING)
+        on_gpu = context.cuda is not None
+        self._pending: AsyncContext[None] = asyncio.Semaphore(MAX_PENDING) if on_gpu else contextlib.nullcontext()
+        self._taking = ThreadPoolExecutor(MAX_PENDING, "kv")  # not asyncio's threads: transports wait there, too
         self._outgoing = Outgoing(MAX_OUTGOING * PART_BYTES)
         self.outcomes: Counter[str] = Counter()
         self.num_parts_while_prefilling = 0
@@ -199,11 +203,17 @@ class KvSender:
         while first < last:
             computed = await self._computed(prefill, handoff, table, first, last)
             end = min(computed, first + most)
-            tensor = await self._export(prefill, handoff, table, first, end)
-            part = Part(list(tensor.shape), offer.dtype, payload_of(tensor), table, first)
-            self.num_parts_while_prefilling += prefill.num_computed is None or prefill.num_computed < offer.num_tokens
-            await self._handoffs.send(handoff, part)
+            await self._send_part(prefill, handoff, table, first, end)
             first = end
+
+    async def _send_part(self, prefill: _Prefill, handoff: Handoff, table: Table, first: int, last: int) -> None:
+        """Send tokens that are computed; their copy is freed at the end."""
+        offer = handoff.offer
+        assert isinstance(offer, KvOffer)
+        tensor = await self._export(prefill, handoff, table, first, last)
+        part = Part(list(tensor.shape), offer.dtype, payload_of(tensor), table, first)
+        self.num_parts_while_prefilling += prefill.num_computed is None or prefill.num_computed < offer.num_tokens
+        await self._handoffs.send(handoff, part)
 
     async def _computed(self, prefill: _Prefill, handoff: Handoff, table: Table, first: int, last: int) -> int:
         """Return the end of the computed tokens. Tokens of cross-attention are computed all at once."""
@@ -232,7 +242,9 @@ class KvSender:
         while True:
             async with self._pending:
                 if (pending := await self._thread.call(export, self._timeout_s)) is not None:
-                    return await asyncio.to_thread(take, pending) if pending.is_cuda else take(pending)
+                    if not pending.is_cuda:
+                        return pending.wait()
+                    return await asyncio.get_running_loop().run_in_executor(self._taking, take, pending)
             # The request was preempted. The engine reports the end of its recomputation, or its return.
             self._handoffs.keep_alive(handoff)
             await prefill.next_report(RETRY_S)

@@ -1,4 +1,4 @@
-"""CUDA's runtime library (12 or 13), by ctypes: the library already loaded by torch, if any. Not run on a GPU yet."""
+"""CUDA's runtime library (12 or 13), by ctypes: the library already loaded by torch, if any. It has run on one GPU."""
 
 from __future__ import annotations
 

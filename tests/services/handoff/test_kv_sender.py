@@ -96,6 +96,7 @@ class FakeContext:
 
     instance_id: str = "p0"
     epoch: int = 1
+    cuda: None = None
     settings: Settings = field(default_factory=lambda: Settings(handoff_timeout_s=5.0, request_timeout_s=20.0))
     replies: list[Prefilled] = field(default_factory=list)
     offers: list[KvOffer] = field(default_factory=list)

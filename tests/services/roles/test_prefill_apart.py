@@ -15,6 +15,7 @@ from common.messages import Encode, Failed, Generate, InputSlot, Resumed, Tokens
 from common.sampling_params import SamplingParams
 from engine.llm import LLM
 from services.roles.prefill import PrefillService
+from tests.broker.transports.fake_cuda import FakeCuda
 from tests.eventually import eventually
 from tests.services.apart import Apart, apart, question
 from tests.services.cluster import sign
@@ -98,6 +99,7 @@ async def test_more_prompts_than_either_pool_holds_drain(
 
     One part at a time is gathered: prefills that lost their blocks do not hold up those that have theirs.
     """
+    monkeypatch.setattr("services.worker_process.open_cuda", lambda device: FakeCuda())
     monkeypatch.setattr("services.handoff.kv_sender.MAX_PENDING", 1)
     prompts = [question(f"{number} {LONG}") for number in range(12)]
     sampling = SamplingParams(max_tokens=4, temperature=0.0)
