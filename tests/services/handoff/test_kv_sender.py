@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -96,7 +98,7 @@ class FakeContext:
 
     instance_id: str = "p0"
     epoch: int = 1
-    cuda: None = None
+    cuda: object | None = None
     settings: Settings = field(default_factory=lambda: Settings(handoff_timeout_s=5.0, request_timeout_s=20.0))
     replies: list[Prefilled] = field(default_factory=list)
     offers: list[KvOffer] = field(default_factory=list)
@@ -233,6 +235,40 @@ async def test_what_the_engine_has_given_up_before_it_was_offered_is_not_offered
         await eventually(lambda: bool(one.context.replies))
         assert one.context.replies[0].error == ErrorInfo("internal_error", "the engine gave it up")
         assert not one.context.offers
+
+
+async def test_on_a_gpu_only_so_many_parts_wait_for_the_steps_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the loop waits for none of them."""
+    steps_end, gathered = threading.Event(), list[int]()
+
+    class Pending(PendingTensor):
+        def __init__(self, tensor: torch.Tensor) -> None:
+            super().__init__(tensor)
+            self.is_cuda = True
+
+        def wait(self) -> torch.Tensor:
+            steps_end.wait(20)
+            return super().wait()
+
+    def gather(request_id: str, table: str, first: int, last: int) -> PendingTensor:
+        gathered.append(first)
+        return Pending(torch.tensor([float(first)]))
+
+    monkeypatch.setattr("services.handoff.kv_sender.MAX_PENDING", 2)
+    engine, context = FakeEngine(), FakeContext(cuda=object())
+    monkeypatch.setattr(engine, "export_kv", gather)
+    sender = KvSender(cast(WorkerContext, context), cast(Any, FakeThread(engine)), cast(Any, None))
+    prefill = cast(Any, SimpleNamespace(message=SimpleNamespace(request_id="r")))
+    exports = [
+        asyncio.create_task(sender._export(prefill, cast(Any, None), "self", number, number + 1)) for number in range(4)
+    ]
+    await eventually(lambda: len(gathered) == 2)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert gathered == [0, 1]
+    steps_end.set()
+    assert [tensor.tolist() for tensor in await asyncio.gather(*exports)] == [[0], [1], [2], [3]]
+    assert gathered == [0, 1, 2, 3]
 
 
 def test_parts_are_not_larger_than_their_limit_unless_a_token_is() -> None:
