@@ -1,8 +1,8 @@
 """Peak memory of an encoder's largest batch, measured at start with synthetic media.
 
 Images are tried larger and larger until the preprocessor makes no more of them, audio is one window of silence,
-texts as long as they may be. What would take long is cut short: layers use the same memory one after the other, and
-of a batch one item is measured.
+texts as long as they may be. What would take long is cut short: layers use the same memory one after the other, of a
+batch one item is measured, and of the largest images only the preprocessor's rows.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from engine.models.base import EncoderModel
 from engine.processors import ITEM_BYTES, ProcessedInput, Processor, preprocessor_json
 
 TIME_S: Final = 0.2
-"""After this only the first layer is computed to its end, and no image is tried beyond `LEAST_SIZES`."""
+"""After this only the first layer is computed to its end, and no image is encoded beyond `LEAST_SIZES`."""
 LEAST_SIZES: Final = 3
 """The first one takes what libraries keep, too: what images grow by shows in those after it."""
-SIDES: Final = (112, 224, 448, 896, 1792)
-"""Of images, in pixels."""
+MOST_SIZES: Final = 5
+"""Images that are encoded even where time does not matter."""
+SIDES: Final = (112, 224, 448, 896, 1792, 4096)
+"""Of images, in pixels: preprocessors make no more of larger ones (Qwen3-VL of up to 4096 by 4096)."""
 
 
 @dataclass(frozen=True)
@@ -71,25 +73,27 @@ def measure_batch(
     build: Callable[[ModelInfo], Processor] = pkgutil.resolve_name(info.family.processor)
     processor, name = build(info), str(dtype).removeprefix("torch.")
     sizes: list[tuple[int, int]] = []
-    item, whole = None, info.media_kind != "image"
+    item = largest = None
     for media in _media(info):
         arrays, layout, shape = processor(media)
-        larger = ProcessedInput(arrays, layout, shape, name, math.prod(shape) * ITEM_BYTES[name])
-        if item is not None and _array_bytes(larger) <= _array_bytes(item):
-            whole = True
+        made = ProcessedInput(arrays, layout, shape, name, math.prod(shape) * ITEM_BYTES[name])
+        if largest is not None and _array_bytes(made) <= _array_bytes(largest):
             break
-        if len(sizes) >= LEAST_SIZES and time.monotonic() > deadline_s:
+        largest = made
+        if len(sizes) < LEAST_SIZES or (len(sizes) < MOST_SIZES and time.monotonic() < deadline_s):
+            item = made
+            with PeakMemory(device) as peak, one_layer_of_each_stack(encoder.module, deadline_s):
+                encoder.encode([item])
+            if peak.size_bytes is None:
+                return None
+            sizes.append((item.shape[0], peak.size_bytes))
+        elif made.shape[0] >= info.max_model_len:  # more rows than a prompt takes
             break
-        item = larger
-        with PeakMemory(device) as peak, one_layer_of_each_stack(encoder.module, deadline_s):
-            encoder.encode([item])
-        if peak.size_bytes is None:
-            return None
-        sizes.append((item.shape[0], peak.size_bytes))
     release_free_memory(device)
     assert item is not None
-    # Larger images than time allowed: they grow by their rows, of which a prompt takes no more than its length.
-    num_rows = item.shape[0] if whole else max(item.shape[0], info.max_model_len)
+    assert largest is not None
+    most_rows = info.max_encoder_tokens if info.family.reads_text else min(largest.shape[0], info.max_model_len)
+    num_rows = max(item.shape[0], most_rows)
     item_bytes = item.size_bytes * num_rows // item.shape[0]
     num_items = max(1, min(max_items, max_bytes // item_bytes))
     return BatchProfile(sizes[0][1], extrapolate(sizes, num_rows) * num_items, num_items, item_bytes)

@@ -216,7 +216,7 @@ def check_memory(served: Served) -> None:
         planned = sum(parts.values()) + PROCESS_BYTES
         print(f"{instance.role}: {peak / 2**20:.0f} MiB of {planned / 2**20:.0f} planned: {parts}")
         assert peak <= planned
-        assert TOY or planned <= 5 * peak, "so large a guess leaves nothing for caches"
+        assert TOY or planned <= 3 * peak, "so large a guess leaves nothing for caches"
 
 
 async def print_stages(served: Served, answers: Sequence[Answer]) -> None:

@@ -18,6 +18,7 @@ from common.config import EngineConfig
 from common.errors import TriptychError
 from common.model_info import load_model_info
 from common.process.host_memory import available_memory
+from engine.core import encoder_profile
 from engine.core.decoder_engine import DecoderEngine
 from engine.core.encoder_engine import EncoderEngine
 from engine.core.encoder_profile import BatchProfile
@@ -260,6 +261,27 @@ def test_measuring_leaves_the_engine_as_it_was(vision: Path) -> None:
     assert not any(cache.any() for cache in engine.runner.caches)
 
 
+@linux_only
+@pytest.mark.parametrize(
+    ("prompt", "rows"),
+    [(2048, 1024), (512, 512)],
+    ids=["as large as the preprocessor makes them", "as large as a prompt may be"],
+)
+def test_images_too_large_to_be_tried_in_time_are_planned(
+    prompt: int, rows: int, vision: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = load_model_info(str(vision))
+    text = {**info.config["text_config"], "max_position_embeddings": prompt}
+    info = replace(
+        info, config={**info.config, "text_config": text}, preprocessor={**info.preprocessor, "max_pixels": 896**2}
+    )
+    monkeypatch.setattr(encoder_profile, "TIME_S", 0.0)
+    profile = EncoderEngine(info, EngineConfig(device="cpu", dtype="float32")).profile
+    if profile is None:
+        pytest.skip("the kernel does not let a process measure itself")
+    assert profile.item_bytes == rows * 4 * text["hidden_size"]
+
+
 def test_an_encoder_without_room_for_its_smallest_item_does_not_start(vision: Path) -> None:
     info = load_model_info(str(vision))
     stats = EncoderEngine(info, EngineConfig(device="cpu")).stats()
@@ -283,6 +305,7 @@ reuse_large_blocks()
 from common.config import EngineConfig
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
+from engine.core import encoder_profile
 from engine.core.decoder_engine import DecoderEngine
 import services.roles.decoder, services.worker_process
 engine = DecoderEngine(load_model_info(sys.argv[1]), EngineConfig(**json.loads(sys.argv[2])))
