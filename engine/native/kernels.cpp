@@ -63,16 +63,15 @@ constexpr int kColumns = 8;  // rows of w at a time: eight streams from memory
 
 inline __m512bh load_pairs(const bf16* from, __mmask32 mask) { return (__m512bh)_mm512_maskz_loadu_epi16(mask, from); }
 
-// kRows rows of x against kColumns rows of w; 3 x 8 sums are what the registers hold. The next kColumns rows of w are
-// called for meanwhile, unless there is no time for it: a single row of x waits for memory all along.
+// kRows rows of x against kColumns rows of w; 3 x 8 sums are what the registers hold. Meanwhile the next kColumns rows
+// of w are called for, line by line as they lie in memory: so the processor's own prefetcher joins in.
 template <int kRows>
 inline void linear_tile(const bf16* x, int64_t x_stride, const bf16* w, const bf16* bias, bf16* y, int64_t y_stride,
                         int64_t size_k) {
     __m512 sums[kRows][kColumns] = {};
     for (int64_t k = 0; k < size_k; k += 32) {
         const __mmask32 mask = size_k - k >= 32 ? 0xffffffffu : (1u << (size_k - k)) - 1;
-        if (kRows > 1)
-            for (int n = 0; n < kColumns; n++) _mm_prefetch(w + (kColumns + n) * size_k + k, _MM_HINT_T0);
+        for (int n = 0; n < kColumns; n++) _mm_prefetch(w + kColumns * (size_k + k) + 32 * n, _MM_HINT_T0);
         __m512bh columns[kColumns];
 #pragma GCC unroll 8
         for (int n = 0; n < kColumns; n++) columns[n] = load_pairs(w + n * size_k + k, mask);
@@ -105,27 +104,47 @@ struct Paged {
     int64_t head_dim;
 };
 
+constexpr int kHeadsAtOnce = 4, kKeys = 4;  // 4 x 4 scores, and as many vectors of output, are what the registers hold
+constexpr int kAhead = 16;                  // keys and values that are called for before their turn: they lie in blocks
+
+// A vector of elements up to `count`, and the sums of the products of two: pairs of bfloat16 are multiplied as they are.
+inline __m512 load_part(const float* from, int64_t count) { return load(from, lanes(count)); }
+inline __m512bh load_part(const bf16* from, int64_t count) {
+    return load_pairs(from, count >= 32 ? 0xffffffffu : (1u << std::max<int64_t>(count, 0)) - 1);
+}
+inline __m512 add_products(__m512 sum, __m512 a, __m512 b) { return _mm512_fmadd_ps(a, b, sum); }
+inline __m512 add_products(__m512 sum, __m512bh a, __m512bh b) { return _mm512_dpbf16_ps(sum, a, b); }
+
+template <typename T>
+inline void call_for(const T* row, int64_t size) {
+    for (int64_t d = 0; d < size; d += 64 / sizeof(T)) _mm_prefetch(row + d, _MM_HINT_T0);
+}
+
 // kHeads query heads that share their keys, one token. query and out [kHeads, head_dim]; bias null or, for head h and
 // key i, at bias[h * bias_stride + i]; scores has room for kHeads * padded, padded = count rounded up to kLanes.
 template <typename T, int kVectors, int kHeads>
 void attend(const T* query, const Paged<T>& paged, const float* bias, int64_t bias_stride, float scale, float* scores,
             T* out) {
     const int64_t count = paged.count, padded = (count + kLanes - 1) / kLanes * kLanes, head_dim = paged.head_dim;
-    __mmask16 masks[kVectors];
-    for (int v = 0; v < kVectors; v++) masks[v] = lanes(head_dim - v * kLanes);
-    __m512 queries[kHeads][kVectors];
-    for (int h = 0; h < kHeads; h++)
-        for (int v = 0; v < kVectors; v++)
-            queries[h][v] = _mm512_mul_ps(load(query + h * head_dim + v * kLanes, masks[v]), _mm512_set1_ps(scale));
-    for (int64_t i = 0; i < count; i += 4) {
-        __m512 sums[kHeads][4] = {};
-        for (int j = 0; j < 4; j++) {
-            const T* key = paged.keys + paged.offsets[std::min(i + j, count - 1)];
+    constexpr int kElements = 64 / sizeof(T), kParts = (kVectors * kLanes + kElements - 1) / kElements;
+    for (int64_t i = 0; i < count; i += kKeys) {
+        const T* keys[kKeys];
+        for (int j = 0; j < kKeys; j++) {
+            keys[j] = paged.keys + paged.offsets[std::min(i + j, count - 1)];
+            call_for(paged.keys + paged.offsets[std::min(i + j + kAhead, count - 1)], head_dim);
+        }
+        __m512 sums[kHeads][kKeys] = {};
 #pragma GCC unroll 8
-            for (int v = 0; v < kVectors; v++) {
-                const __m512 part = load(key + v * kLanes, masks[v]);
-#pragma GCC unroll 8
-                for (int h = 0; h < kHeads; h++) sums[h][j] = _mm512_fmadd_ps(queries[h][v], part, sums[h][j]);
+        for (int p = 0; p < kParts; p++) {
+            const int64_t d = p * kElements;
+            decltype(load_part(query, 0)) parts[kHeads];
+#pragma GCC unroll 4
+            for (int h = 0; h < kHeads; h++) parts[h] = load_part(query + h * head_dim + d, head_dim - d);
+#pragma GCC unroll 4
+            for (int j = 0; j < kKeys; j++) {
+                const auto key = load_part(keys[j] + d, head_dim - d);
+#pragma GCC unroll 4
+                for (int h = 0; h < kHeads; h++) sums[h][j] = add_products(sums[h][j], parts[h], key);
             }
         }
         for (int h = 0; h < kHeads; h++)
@@ -137,7 +156,7 @@ void attend(const T* query, const Paged<T>& paged, const float* bias, int64_t bi
         __m512 most = _mm512_set1_ps(-3e38f), sum = _mm512_setzero_ps();
         for (int64_t i = 0; i < count; i += kLanes) {
             const __mmask16 there = lanes(count - i);
-            __m512 score = load(row + i, there);
+            __m512 score = _mm512_mul_ps(load(row + i, there), _mm512_set1_ps(scale));
             if (bias) score = _mm512_add_ps(score, load(bias + h * bias_stride + i, there));
             store(row + i, there, score);
             most = _mm512_mask_max_ps(most, there, most, score);
@@ -151,32 +170,38 @@ void attend(const T* query, const Paged<T>& paged, const float* bias, int64_t bi
         }
         factors[h] = 1.0f / _mm512_reduce_add_ps(sum);
     }
-    __m512 results[kHeads][kVectors] = {};
-    for (int64_t i = 0; i < count; i++) {
-        const T* value = paged.values + paged.offsets[i];
-#pragma GCC unroll 8
-        for (int v = 0; v < kVectors; v++) {
-            const __m512 part = load(value + v * kLanes, masks[v]);
-#pragma GCC unroll 8
-            for (int h = 0; h < kHeads; h++)
-                results[h][v] = _mm512_fmadd_ps(_mm512_set1_ps(scores[h * padded + i]), part, results[h][v]);
+    constexpr int kWidth = kVectors > 6 ? 4 : kVectors > 4 ? 3 : kVectors;  // vectors of output at once
+    for (int64_t d = 0; d < head_dim; d += kWidth * kLanes) {
+        __m512 results[kHeads][kWidth] = {};
+        for (int64_t i = 0; i < count; i++) {
+            const T* value = paged.values + paged.offsets[i] + d;
+            call_for(paged.values + paged.offsets[std::min(i + kAhead, count - 1)] + d, kWidth * kLanes);
+#pragma GCC unroll 4
+            for (int v = 0; v < kWidth; v++) {
+                const __m512 part = load(value + v * kLanes, lanes(head_dim - d - v * kLanes));
+#pragma GCC unroll 4
+                for (int h = 0; h < kHeads; h++)
+                    results[h][v] = _mm512_fmadd_ps(_mm512_set1_ps(scores[h * padded + i]), part, results[h][v]);
+            }
         }
+        for (int h = 0; h < kHeads; h++)
+            for (int v = 0; v < kWidth; v++) {
+                const int64_t at = d + v * kLanes;
+                store(out + h * head_dim + at, lanes(head_dim - at), _mm512_mul_ps(results[h][v], _mm512_set1_ps(factors[h])));
+            }
     }
-    for (int h = 0; h < kHeads; h++)
-        for (int v = 0; v < kVectors; v++)
-            store(out + h * head_dim + v * kLanes, masks[v], _mm512_mul_ps(results[h][v], _mm512_set1_ps(factors[h])));
 }
 
 template <typename T>
 using Attend = void (*)(const T*, const Paged<T>&, const float*, int64_t, float, float*, T*);
 
-// The variant for a head_dim of up to 16 * kVectors and up to three heads at once: more would not fit the registers,
-// nor do three with heads of more than 64, which are slower for it.
+// The variant for a head_dim of up to 16 * kVectors and up to kHeadsAtOnce heads.
 template <typename T, int kVectors>
 Attend<T> of_heads(int64_t heads) {
     if (heads == 1) return attend<T, kVectors, 1>;
     if (heads == 2) return attend<T, kVectors, 2>;
-    return attend<T, kVectors, 3>;
+    if (heads == 3) return attend<T, kVectors, 3>;
+    return attend<T, kVectors, kHeadsAtOnce>;
 }
 template <typename T>
 Attend<T> variant(int64_t head_dim, int64_t heads) {
@@ -211,14 +236,14 @@ void paged_attention(const T* query, int64_t query_stride, const T* cache, int64
                 continue;
             }
             offsets.resize(count);
-            scores.resize(3 * (count + kLanes));
+            scores.resize(kHeadsAtOnce * (count + kLanes));
             for (int64_t i = 0; i < count; i++) {
                 const int64_t key = begin + i, block = tables[token * table_stride + key / block_size];
                 offsets[i] = (block * block_size + key % block_size) * key_stride;
             }
             const T* keys = cache + kv_head * head_dim;
             const Paged<T> paged{keys, keys + value_offset, offsets.data(), count, head_dim};
-            for (int64_t h = 0; h < group; h += 3) {
+            for (int64_t h = 0; h < group; h += kHeadsAtOnce) {
                 const int64_t head = kv_head * group + h;
                 const float* head_bias = bias ? bias + (head * num_tokens + token) * bias_len + begin : nullptr;
                 variant<T>(head_dim, group - h)(query + token * query_stride + head * head_dim, paged, head_bias,
