@@ -57,9 +57,14 @@ inline __m512 exponential(__m512 x) {
     return _mm512_scalef_ps(series, whole);
 }
 
+struct alignas(64) Line {  // one cache line of pairs of bfloat16
+    uint32_t pairs[kLanes];
+};
+
 // --- linear layers
 
 constexpr int kColumns = 8;  // rows of w at a time: eight streams from memory
+constexpr int kFewRows = 12;  // of x that are multiplied as they are; more are packed
 
 inline __m512bh load_pairs(const bf16* from, __mmask32 mask) { return (__m512bh)_mm512_maskz_loadu_epi16(mask, from); }
 
@@ -90,6 +95,101 @@ inline void linear_tile(const bf16* x, int64_t x_stride, const bf16* w, const bf
         const __m512 both = _mm512_castps256_ps512(_mm256_set_m128(high, low));
         store(y + m * y_stride, lanes(kColumns), _mm512_add_ps(both, offsets));
     }
+}
+
+// Many rows of x lie in blocks of 16, pair p of all 16 side by side: each pair of w meets 16 rows at once, and there are
+// no sums along a vector.
+inline void pack_rows(const bf16* x, int64_t x_stride, int64_t size_m, int64_t size_k, Line* lines) {
+    const __m512i rows = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i places = _mm512_mullo_epi32(rows, _mm512_set1_epi32(x_stride / 2));
+    for (int64_t m = 0; m < size_m; m += kLanes)
+        for (int64_t k = 0; k < size_k; k += 2) {
+            const bf16* from = x + m * x_stride + k;
+            const __m512i none = _mm512_setzero_si512();
+            _mm512_store_si512(lines++, _mm512_mask_i32gather_epi32(none, lanes(size_m - m), places, from, 4));
+        }
+}
+
+// Columns of 16 rows -> the rows, y_stride apart, as far as there are any.
+inline void store_rows(const __m256i (&columns)[kColumns], bf16* y, int64_t y_stride, int64_t size_m) {
+    __m256i twos[kColumns];
+#pragma GCC unroll 8
+    for (int n = 0; n < kColumns; n += 2) {
+        twos[n] = _mm256_unpacklo_epi16(columns[n], columns[n + 1]);
+        twos[n + 1] = _mm256_unpackhi_epi16(columns[n], columns[n + 1]);
+    }
+#pragma GCC unroll 8
+    for (int h = 0; h < 2; h++) {  // rows 0 to 3 and 8 to 11, then those between and behind
+        const __m256i low[] = {_mm256_unpacklo_epi32(twos[h], twos[2 + h]), _mm256_unpackhi_epi32(twos[h], twos[2 + h])};
+        const __m256i high[] = {_mm256_unpacklo_epi32(twos[4 + h], twos[6 + h]),
+                                _mm256_unpackhi_epi32(twos[4 + h], twos[6 + h])};
+#pragma GCC unroll 8
+        for (int i = 0; i < 4; i++) {
+            const __m256i both = i % 2 ? _mm256_unpackhi_epi64(low[i / 2], high[i / 2])
+                                       : _mm256_unpacklo_epi64(low[i / 2], high[i / 2]);
+            const int64_t m = 4 * h + i;
+            if (m < size_m) _mm_storeu_si128((__m128i*)(y + m * y_stride), _mm256_castsi256_si128(both));
+            if (m + 8 < size_m) _mm_storeu_si128((__m128i*)(y + (m + 8) * y_stride), _mm256_extracti128_si256(both, 1));
+        }
+    }
+}
+
+// kBlocks blocks of packed rows, num_pairs lines apart, against kColumns rows of w; 8 x 3 sums are what the registers
+// hold. The first blocks call for the next rows of w.
+template <int kBlocks, bool kFirst>
+void packed_tile(const Line* lines, const bf16* w, const bf16* bias, bf16* y, int64_t y_stride, int64_t size_m,
+                 int64_t size_k) {
+    const int64_t num_pairs = size_k / 2;
+    __m512 sums[kColumns][kBlocks] = {};
+    for (int64_t p = 0; p < num_pairs; p += 2) {
+        if (kFirst) _mm_prefetch(w + kColumns * (size_k + 2 * p), _MM_HINT_T0);
+#pragma GCC unroll 2
+        for (int64_t pair = p; pair < p + 2; pair++) {
+            __m512bh rows[kBlocks];
+#pragma GCC unroll 4
+            for (int b = 0; b < kBlocks; b++) rows[b] = (__m512bh)_mm512_load_si512(lines + b * num_pairs + pair);
+#pragma GCC unroll 8
+            for (int n = 0; n < kColumns; n++) {
+                int32_t bits;
+                std::memcpy(&bits, w + n * size_k + 2 * pair, 4);
+                const __m512bh column = (__m512bh)_mm512_set1_epi32(bits);
+#pragma GCC unroll 4
+                for (int b = 0; b < kBlocks; b++) sums[n][b] = _mm512_dpbf16_ps(sums[n][b], column, rows[b]);
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (int b = 0; b < kBlocks; b++) {
+        __m256i columns[kColumns];
+#pragma GCC unroll 8
+        for (int n = 0; n < kColumns; n++) {
+            const __m512 offset = _mm512_castsi512_ps(_mm512_set1_epi32(bias ? uint32_t(bias[n].bits) << 16 : 0));
+            columns[n] = (__m256i)_mm512_cvtneps_pbh(_mm512_add_ps(sums[n][b], offset));
+        }
+        store_rows(columns, y + b * kLanes * y_stride, y_stride, size_m - b * kLanes);
+    }
+}
+
+template <bool kFirst>
+auto packed_tile_of(int64_t blocks) {
+    return blocks == 1 ? packed_tile<1, kFirst> : blocks == 2 ? packed_tile<2, kFirst> : packed_tile<3, kFirst>;
+}
+
+void multiply_packed(const bf16* x, int64_t x_stride, const bf16* w, const bf16* bias, bf16* y, int64_t size_m,
+                     int64_t size_n, int64_t size_k) {
+    thread_local std::vector<Line> packed;
+    const int64_t num_blocks = (size_m + kLanes - 1) / kLanes, num_pairs = size_k / 2;
+    packed.resize(num_blocks * num_pairs);
+    pack_rows(x, x_stride, size_m, size_k, packed.data());
+    const Line* lines = packed.data();
+#pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < size_n; n += kColumns)
+        for (int64_t b = 0, blocks; b < num_blocks; b += blocks) {
+            blocks = num_blocks - b == 4 ? 2 : std::min<int64_t>(num_blocks - b, 3);
+            const auto tile = b == 0 ? packed_tile_of<true>(blocks) : packed_tile_of<false>(blocks);
+            tile(lines + b * num_pairs, w + n * size_k, bias ? bias + n : nullptr, y + b * kLanes * size_n + n, size_n,
+                 size_m - b * kLanes, size_k);
+        }
 }
 
 // --- attention
@@ -256,10 +356,6 @@ void paged_attention(const T* query, int64_t query_stride, const T* cache, int64
 
 constexpr int kQueries = 6, kWide = 4;  // 6 x 4 sums are what the registers hold
 
-struct alignas(64) Line {  // one cache line of pairs of bfloat16
-    uint32_t pairs[kLanes];
-};
-
 // The operands of one head, paired as the product of pairs wants them. kDim is head_dim where it is known when this is
 // compiled, else 0.
 template <int kDim>
@@ -404,6 +500,10 @@ extern "C" {
 void linear(const bf16* x, int64_t x_stride, const bf16* w, const bf16* bias, bf16* y, int64_t size_m, int64_t size_n,
             int64_t size_k) {
     kept([=] {
+        if (size_m > kFewRows && size_k % 4 == 0 && x_stride % 2 == 0) {
+            multiply_packed(x, x_stride, w, bias, y, size_m, size_n, size_k);
+            return;
+        }
 #pragma omp parallel for schedule(static)
         for (int64_t n = 0; n < size_n; n += kColumns) {
             const bf16* offsets = bias ? bias + n : nullptr;

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.native.build import load_kernels
 
-MAX_LINEAR_ROWS: Final = 64
+MAX_LINEAR_ROWS: Final = 192
 """From about here on PyTorch's matrix product, which packs its operands, is as fast."""
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import WhisperConfig
@@ -46,13 +46,22 @@ def assert_rounded(got: Tensor, exact: Tensor) -> None:
     torch.testing.assert_close(got.float(), exact, rtol=2**-7, atol=1e-3 * float(exact.abs().max()) + 1e-6)
 
 
-@settings(deadline=None, max_examples=50)
-@given(st.integers(1, 20), st.integers(1, 12), st.integers(1, 200), st.booleans(), SEEDS)
+@settings(deadline=None, max_examples=100)
+@example(rows=13, eights=3, size=4, beside=2, biased=True, seed=0)  # the least that is packed
+@example(rows=ops.MAX_LINEAR_ROWS, eights=12, size=200, beside=0, biased=False, seed=0)
+@given(
+    rows=st.integers(1, 20) | st.integers(21, ops.MAX_LINEAR_ROWS),
+    eights=st.integers(1, 12),
+    size=st.integers(1, 200) | st.integers(1, 50).map(lambda fours: 4 * fours),
+    beside=st.integers(0, 3),
+    biased=st.booleans(),
+    seed=SEEDS,
+)
 @torch.inference_mode()
-def test_linear(rows: int, eights: int, size: int, biased: bool, seed: int) -> None:
+def test_linear(rows: int, eights: int, size: int, beside: int, biased: bool, seed: int) -> None:
     layer = Linear(size, 8 * eights, bias=biased, dtype=torch.bfloat16)
     layer.weight.copy_(random(seed, 8 * eights, size))
-    x = random(seed + 1, rows, size + 3)[:, :size]  # rows of a wider tensor
+    x = random(seed + 1, rows, size + beside)[:, :size]  # rows of a wider tensor
     assert ops.serves_linear(x, layer.weight)
     bias = layer.bias.float() if layer.bias is not None else None
     assert_rounded(layer(x), F.linear(x.float(), layer.weight.float(), bias))
