@@ -98,7 +98,7 @@ class EncoderEngine:
         self.memory = MemoryReport.of_encoder(
             config, self.load_report.parameter_bytes, activation, budget, output_cache_bytes
         )
-        # Only on CUDA is the largest item measured whatever time it takes: else it is guessed from smaller ones.
+        # On a CPU the largest image is guessed from smaller ones, where it would take long.
         step = self.memory.activation or 0
         self.taken_bytes = outputs + (step if self.device.type == "cuda" else min(step, budget))
         """Memory beside the weights while the engine runs: the largest batch, and outputs that have not left yet."""

@@ -2,7 +2,7 @@
 
 Images are tried larger and larger until the preprocessor makes no more of them, audio is one window of silence,
 texts as long as they may be. What would take long is cut short: layers use the same memory one after the other, of a
-batch one item is measured, and of the largest images only the preprocessor's rows.
+batch one item is measured, and the line through smaller images gives the largest, of which only the rows are known.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import pkgutil
 import time
 import wave
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -30,10 +30,10 @@ TIME_S: Final = 0.2
 """After this only the first layer is computed to its end, and no image is encoded beyond `LEAST_SIZES`."""
 LEAST_SIZES: Final = 3
 """The first one takes what libraries keep, too: what images grow by shows in those after it."""
-MOST_SIZES: Final = 5
-"""Images that are encoded even where time does not matter."""
-SIDES: Final = (112, 224, 448, 896, 1792, 4096)
-"""Of images, in pixels: preprocessors make no more of larger ones (Qwen3-VL of up to 4096 by 4096)."""
+SIDES: Final = (112, 224, 448, 896, 1792)
+"""Of images, in pixels."""
+LARGEST_SIDE: Final = 4096
+"""Preprocessors make no more of larger images than of this one: Qwen3-VL's limit is its area."""
 
 
 @dataclass(frozen=True)
@@ -69,49 +69,51 @@ def measure_batch(
 
     None where nothing can be measured. Raises what a processor raises whose settings do not fit the model.
     """
-    deadline_s = time.monotonic() + TIME_S if device.type == "cpu" else math.inf
     build: Callable[[ModelInfo], Processor] = pkgutil.resolve_name(info.family.processor)
     processor, name = build(info), str(dtype).removeprefix("torch.")
+
+    def make(side: int) -> ProcessedInput:
+        arrays, layout, shape = processor(_media(info, side))
+        return ProcessedInput(arrays, layout, shape, name, math.prod(shape) * ITEM_BYTES[name])
+
+    most_bytes, most_rows = _extent(make(LARGEST_SIDE))
+    most_rows = info.max_encoder_tokens if info.family.reads_text else min(most_rows, info.max_model_len)
+    deadline_s = time.monotonic() + TIME_S if device.type == "cpu" else math.inf
     sizes: list[tuple[int, int]] = []
-    item = largest = None
-    for media in _media(info):
-        arrays, layout, shape = processor(media)
-        made = ProcessedInput(arrays, layout, shape, name, math.prod(shape) * ITEM_BYTES[name])
-        if largest is not None and _array_bytes(made) <= _array_bytes(largest):
-            break
-        largest = made
-        if len(sizes) < LEAST_SIZES or (len(sizes) < MOST_SIZES and time.monotonic() < deadline_s):
-            item = made
-            with PeakMemory(device) as peak, one_layer_of_each_stack(encoder.module, deadline_s):
-                encoder.encode([item])
-            if peak.size_bytes is None:
-                return None
-            sizes.append((item.shape[0], peak.size_bytes))
-        elif made.shape[0] >= info.max_model_len:  # more rows than a prompt takes
+    num_bytes = 0
+    for side in SIDES:
+        item = make(side)
+        if _extent(item)[0] <= num_bytes:
+            continue  # small ones are scaled up to the same size
+        num_bytes, num_rows = _extent(item)
+        with PeakMemory(device) as peak, one_layer_of_each_stack(encoder.module, deadline_s):
+            encoder.encode([item])
+        if peak.size_bytes is None:
+            return None
+        sizes.append((num_rows, peak.size_bytes))
+        if num_bytes >= most_bytes or (len(sizes) >= LEAST_SIZES and time.monotonic() > deadline_s):
             break
     release_free_memory(device)
-    assert item is not None
-    assert largest is not None
-    most_rows = info.max_encoder_tokens if info.family.reads_text else min(largest.shape[0], info.max_model_len)
-    num_rows = max(item.shape[0], most_rows)
-    item_bytes = item.size_bytes * num_rows // item.shape[0]
+    most_rows = max(num_rows, most_rows)
+    item_bytes = item.size_bytes * most_rows // num_rows
     num_items = max(1, min(max_items, max_bytes // item_bytes))
-    return BatchProfile(sizes[0][1], extrapolate(sizes, num_rows) * num_items, num_items, item_bytes)
+    return BatchProfile(sizes[0][1], extrapolate(sizes, most_rows) * num_items, num_items, item_bytes)
 
 
-def _array_bytes(item: ProcessedInput) -> int:
-    return sum(array.nbytes for array in item.arrays.values())
+def _extent(item: ProcessedInput) -> tuple[int, int]:
+    """Return the bytes of the arrays, and the rows of the output."""
+    return sum(array.nbytes for array in item.arrays.values()), item.shape[0]
 
 
-def _media(info: ModelInfo) -> Iterator[bytes]:
+def _media(info: ModelInfo, side: int) -> bytes:
+    """Return a medium of the model's kind; `side` is that of images."""
     if info.family.reads_text:
-        yield join_media([info.placeholder_token_id or 0], _picture(SIDES[0]))
-    elif info.media_kind == "image":
-        yield from map(_picture, SIDES)
-    elif info.media_kind == "audio":
-        yield _silence(LogMelSettings.from_json(preprocessor_json(info, "feature_extractor")))
-    else:
-        yield encode_tokens([1] * info.max_encoder_tokens)
+        return join_media([info.placeholder_token_id or 0], _picture(side))
+    if info.media_kind == "image":
+        return _picture(side)
+    if info.media_kind == "audio":
+        return _silence(LogMelSettings.from_json(preprocessor_json(info, "feature_extractor")))
+    return encode_tokens([1] * info.max_encoder_tokens)
 
 
 def _picture(side: int) -> bytes:

@@ -263,18 +263,17 @@ def test_measuring_leaves_the_engine_as_it_was(vision: Path) -> None:
 
 @linux_only
 @pytest.mark.parametrize(
-    ("prompt", "rows"),
-    [(2048, 1024), (512, 512)],
-    ids=["as large as the preprocessor makes them", "as large as a prompt may be"],
+    ("prompt", "least", "rows"),
+    [(2048, 56, 1024), (2048, 448, 1024), (512, 56, 512)],
+    ids=["as large as the preprocessor makes them", "where small ones are enlarged", "as large as a prompt may be"],
 )
 def test_images_too_large_to_be_tried_in_time_are_planned(
-    prompt: int, rows: int, vision: Path, monkeypatch: pytest.MonkeyPatch
+    prompt: int, least: int, rows: int, vision: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     info = load_model_info(str(vision))
     text = {**info.config["text_config"], "max_position_embeddings": prompt}
-    info = replace(
-        info, config={**info.config, "text_config": text}, preprocessor={**info.preprocessor, "max_pixels": 896**2}
-    )
+    sizes = {"min_pixels": least**2, "max_pixels": 896**2}
+    info = replace(info, config={**info.config, "text_config": text}, preprocessor={**info.preprocessor, **sizes})
     monkeypatch.setattr(encoder_profile, "TIME_S", 0.0)
     profile = EncoderEngine(info, EngineConfig(device="cpu", dtype="float32")).profile
     if profile is None:
@@ -305,7 +304,6 @@ reuse_large_blocks()
 from common.config import EngineConfig
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
-from engine.core import encoder_profile
 from engine.core.decoder_engine import DecoderEngine
 import services.roles.decoder, services.worker_process
 engine = DecoderEngine(load_model_info(sys.argv[1]), EngineConfig(**json.loads(sys.argv[2])))
@@ -333,7 +331,7 @@ from engine.processors import init_worker, process
 import services.roles.encoder, services.worker_process
 info = load_model_info(sys.argv[1])
 engine = EncoderEngine(info, EngineConfig(**json.loads(sys.argv[2])))
-[clip] = _media(info)
+clip = _media(info, 0)
 init_worker(sys.argv[1], str(engine.dtype).removeprefix("torch."))
 window = process("audio", clip)
 release_free_memory(engine.device)  # a worker preprocesses in other processes
