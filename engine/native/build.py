@@ -57,7 +57,7 @@ loaded: Final[dict[KernelSource, ctypes.CDLL]] = {}
 @functools.cache
 def load_kernels(source: KernelSource = STEP) -> ctypes.CDLL:
     """The compiled kernels. Raises KernelsUnavailableError without the processor, a compiler or a place to write."""
-    missing = source.cpu_flags - _cpu_flags()
+    missing = source.cpu_flags - cpu_flags()
     if missing:
         raise KernelsUnavailableError(f"this processor lacks {', '.join(sorted(missing))}")
     # OpenMP is that of PyTorch, which has to be loaded first: two of them would compete for the cores.
@@ -69,7 +69,8 @@ def load_kernels(source: KernelSource = STEP) -> ctypes.CDLL:
         raise KernelsUnavailableError(f"the compiled kernels do not load: {error}") from error
 
 
-def _cpu_flags() -> frozenset[str]:
+def cpu_flags() -> frozenset[str]:
+    """Return what the processor can do, by the names of /proc/cpuinfo."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -2,8 +2,8 @@
 // contiguous rows, called by engine/native/ops.py; each says which shapes it takes.
 //
 // Libraries are made for large matrices. A decode step is bound by how fast weights and keys stream from memory, and by
-// what stands around the arithmetic. Weights stay as the checkpoint has them ([out, in], bfloat16): a row of x and a row
-// of the weight are both contiguous, so pairs are multiplied along the row and nothing has to be packed.
+// what stands around the arithmetic. Weights stay as the checkpoint has them ([out, in], bfloat16). A row of x and a row
+// of the weight are both contiguous: for few rows pairs are multiplied along the row. More rows of x are packed.
 // Sums are float32 throughout. Threads are OpenMP's, the same ones as PyTorch's.
 
 #include <immintrin.h>
@@ -63,8 +63,8 @@ struct alignas(64) Line {  // one cache line of pairs of bfloat16
 
 // --- linear layers
 
-constexpr int kColumns = 8;  // rows of w at a time: eight streams from memory
-constexpr int kFewRows = 12;  // of x that are multiplied as they are; more are packed
+constexpr int kColumns = 8;   // rows of w at a time
+constexpr int kFewRows = 12;  // at most so many rows of x are multiplied as they are, more are packed
 
 inline __m512bh load_pairs(const bf16* from, __mmask32 mask) { return (__m512bh)_mm512_maskz_loadu_epi16(mask, from); }
 
@@ -97,17 +97,50 @@ inline void linear_tile(const bf16* x, int64_t x_stride, const bf16* w, const bf
     }
 }
 
-// Many rows of x lie in blocks of 16, pair p of all 16 side by side: each pair of w meets 16 rows at once, and there are
-// no sums along a vector.
-inline void pack_rows(const bf16* x, int64_t x_stride, int64_t size_m, int64_t size_k, Line* lines) {
-    const __m512i rows = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512i places = _mm512_mullo_epi32(rows, _mm512_set1_epi32(x_stride / 2));
-    for (int64_t m = 0; m < size_m; m += kLanes)
-        for (int64_t k = 0; k < size_k; k += 2) {
-            const bf16* from = x + m * x_stride + k;
-            const __m512i none = _mm512_setzero_si512();
-            _mm512_store_si512(lines++, _mm512_mask_i32gather_epi32(none, lanes(size_m - m), places, from, 4));
+// 16 vectors of pairs -> vector p has pair p of each.
+inline void transpose(__m512i (&rows)[kLanes]) {
+    __m512i twos[kLanes], fours[kLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; i += 2) {
+        twos[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+        twos[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; i += 4)
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; h++) {
+            fours[i + 2 * h] = _mm512_unpacklo_epi64(twos[i + h], twos[i + 2 + h]);
+            fours[i + 2 * h + 1] = _mm512_unpackhi_epi64(twos[i + h], twos[i + 2 + h]);
         }
+#pragma GCC unroll 4
+    for (int p = 0; p < 4; p++) {  // quarter q of fours[4 i + p] has pair 4 q + p of rows 4 i to 4 i + 3
+        const __m512i even = _mm512_shuffle_i32x4(fours[p], fours[4 + p], 0x88);
+        const __m512i odd = _mm512_shuffle_i32x4(fours[p], fours[4 + p], 0xdd);
+        const __m512i more_even = _mm512_shuffle_i32x4(fours[8 + p], fours[12 + p], 0x88);
+        const __m512i more_odd = _mm512_shuffle_i32x4(fours[8 + p], fours[12 + p], 0xdd);
+        rows[p] = _mm512_shuffle_i32x4(even, more_even, 0x88);
+        rows[4 + p] = _mm512_shuffle_i32x4(odd, more_odd, 0x88);
+        rows[8 + p] = _mm512_shuffle_i32x4(even, more_even, 0xdd);
+        rows[12 + p] = _mm512_shuffle_i32x4(odd, more_odd, 0xdd);
+    }
+}
+
+// x [size_m, size_k], size_k even -> lines [size_m / 16, rounded up][size_k / 2]: pair p of 16 rows side by side. Another
+// pair meets 16 rows at once, and nothing is added up along a vector. Rows behind the last are zeros.
+inline void pack_rows(const bf16* x, int64_t x_stride, int64_t size_m, int64_t size_k, Line* lines) {
+#pragma omp parallel for schedule(static)
+    for (int64_t m = 0; m < size_m; m += kLanes) {
+        Line* to = lines + m / kLanes * (size_k / 2);
+        for (int64_t k = 0; k < size_k; k += 2 * kLanes) {
+            const int64_t pairs = std::min<int64_t>((size_k - k) / 2, kLanes);
+            __m512i rows[kLanes];
+#pragma GCC unroll 16
+            for (int i = 0; i < kLanes; i++)
+                rows[i] = _mm512_maskz_loadu_epi32(m + i < size_m ? lanes(pairs) : 0, x + (m + i) * x_stride + k);
+            transpose(rows);
+            for (int64_t p = 0; p < pairs; p++) _mm512_store_si512(to++, rows[p]);
+        }
+    }
 }
 
 // Columns of 16 rows -> the rows, y_stride apart, as far as there are any.
@@ -134,8 +167,8 @@ inline void store_rows(const __m256i (&columns)[kColumns], bf16* y, int64_t y_st
     }
 }
 
-// kBlocks blocks of packed rows, num_pairs lines apart, against kColumns rows of w; 8 x 3 sums are what the registers
-// hold. The first blocks call for the next rows of w.
+// kBlocks blocks of packed rows against kColumns rows of w; 8 x 3 sums are what the registers hold. size_k is a multiple
+// of four; size_m says how many of the rows there are. The first blocks call for the next rows of w.
 template <int kBlocks, bool kFirst>
 void packed_tile(const Line* lines, const bf16* w, const bf16* bias, bf16* y, int64_t y_stride, int64_t size_m,
                  int64_t size_k) {
@@ -179,9 +212,9 @@ void multiply_packed(const bf16* x, int64_t x_stride, const bf16* w, const bf16*
                      int64_t size_n, int64_t size_k) {
     thread_local std::vector<Line> packed;
     const int64_t num_blocks = (size_m + kLanes - 1) / kLanes, num_pairs = size_k / 2;
-    packed.resize(num_blocks * num_pairs);
-    pack_rows(x, x_stride, size_m, size_k, packed.data());
-    const Line* lines = packed.data();
+    packed.resize(std::max<int64_t>(num_blocks * num_pairs, packed.size()));
+    Line* lines = packed.data();
+    pack_rows(x, x_stride, size_m, size_k, lines);
 #pragma omp parallel for schedule(static)
     for (int64_t n = 0; n < size_n; n += kColumns)
         for (int64_t b = 0, blocks; b < num_blocks; b += blocks) {
@@ -205,7 +238,7 @@ struct Paged {
 };
 
 constexpr int kHeadsAtOnce = 4, kKeys = 4;  // 4 x 4 scores, and as many vectors of output, are what the registers hold
-constexpr int kAhead = 16;                  // keys and values that are called for before their turn: they lie in blocks
+constexpr int kAhead = 16;                  // so many keys before its turn a key is called for, and a value likewise
 
 // A vector of elements up to `count`, and the sums of the products of two: pairs of bfloat16 are multiplied as they are.
 inline __m512 load_part(const float* from, int64_t count) { return load(from, lanes(count)); }
@@ -374,17 +407,23 @@ struct PackedHead {
     void pack(const bf16* key, int64_t key_stride, const bf16* value, int64_t value_stride, int64_t size, int64_t size_d) {
         dim = size_d;
         padded = (size + kWide * kLanes - 1) / (kWide * kLanes) * kWide * kLanes;
-        keys.assign(padded / kLanes * num_pairs(), Line{});
-        values.assign(padded / 2 * value_lines(), Line{});
+        keys.resize(padded / kLanes * num_pairs());
+        values.resize(padded / 2 * value_lines());
         scores.resize(kQueries * padded / kLanes);
         weights.resize(kQueries * padded / kLanes / 2);
-        for (int64_t i = 0; i < size; i++) {
-            Line* lines = &keys[i / kLanes * num_pairs()];
-            for (int64_t p = 0; p < num_pairs(); p++)
-                std::memcpy(&lines[p].pairs[i % kLanes], key + i * key_stride + 2 * p, sizeof(uint32_t));
-            uint32_t* pairs = values[i / 2 * value_lines()].pairs;
-            for (int64_t d = 0; d < head_dim(); d++) pairs[d] |= uint32_t(value[i * value_stride + d].bits) << (i % 2 * 16);
-        }
+        const int64_t blocks = (size + kLanes - 1) / kLanes, twos = (size + 1) / 2;
+        pack_rows(key, key_stride, size, head_dim(), keys.data());
+        std::fill(keys.begin() + blocks * num_pairs(), keys.end(), Line{});
+        for (int64_t j = 0; j < twos; j++)
+            for (int64_t line = 0; line < value_lines(); line++) {
+                const bf16* even = value + 2 * j * value_stride + line * kLanes;
+                const __mmask16 there = lanes(head_dim() - line * kLanes);
+                const __m512i first = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, even));
+                const __mmask16 second_there = 2 * j + 1 < size ? there : 0;
+                const __m512i second = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(second_there, even + value_stride));
+                _mm512_store_si512(&values[j * value_lines() + line], _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
+            }
+        std::fill(values.begin() + twos * value_lines(), values.end(), Line{});
     }
 
     // kQueries rows of queries (query_stride apart) -> as many rows of out (out_stride apart). Row q sees the first
@@ -496,11 +535,11 @@ void dense_attention(const bf16* query, Strides of_query, const bf16* key, Strid
 extern "C" {
 
 // x [size_m, size_k] with x_stride between rows, w [size_n, size_k], bias [size_n] or null -> y [size_m, size_n].
-// size_n is a multiple of eight.
+// size_n is a multiple of eight, size_k of four.
 void linear(const bf16* x, int64_t x_stride, const bf16* w, const bf16* bias, bf16* y, int64_t size_m, int64_t size_n,
             int64_t size_k) {
     kept([=] {
-        if (size_m > kFewRows && size_k % 4 == 0 && x_stride % 2 == 0) {
+        if (size_m > kFewRows) {
             multiply_packed(x, x_stride, w, bias, y, size_m, size_n, size_k);
             return;
         }
