@@ -1,8 +1,8 @@
 """Peak memory of an encoder's largest batch, measured at start with synthetic media.
 
-Images are tried larger and larger until the preprocessor makes no more of them, audio is one window of silence,
-texts as long as they may be. What would take long is cut short: layers use the same memory one after the other, of a
-batch one item is measured, and the line through smaller images gives the largest, of which only the rows are known.
+Images and clips are tried larger and larger until the preprocessor takes no more, texts are as long as they may be.
+What would take long is cut short: layers use the same memory one after the other, of a batch one item is measured, and
+the line through smaller media gives the largest, of which only the rows are known.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import time
 import wave
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final
+from functools import partial
+from typing import Final, cast
 
 import torch
 from PIL import Image
@@ -24,16 +25,18 @@ from common.text.prompts import encode_tokens, join_media
 from engine.device.memory_profiler import PeakMemory, extrapolate, one_layer_of_each_stack, release_free_memory
 from engine.media.log_mel import LogMelSettings
 from engine.models.base import EncoderModel
-from engine.processors import ITEM_BYTES, ProcessedInput, Processor, preprocessor_json
+from engine.processors import ITEM_BYTES, AudioProcessor, ProcessedInput, Processor, preprocessor_json
 
 TIME_S: Final = 0.2
-"""After this only the first layer is computed to its end, and no image is encoded beyond `LEAST_SIZES`."""
+"""After this only the first layer is computed to its end, and nothing is encoded beyond `LEAST_SIZES`."""
 LEAST_SIZES: Final = 3
-"""The first one takes what libraries keep, too: what images grow by shows in those after it."""
-SIDES: Final = (112, 224, 448, 896, 1792)
-"""Of images, in pixels."""
-LARGEST_SIDE: Final = 4096
-"""Preprocessors make no more of larger images than of this one: Qwen3-VL's limit is its area."""
+"""The first one takes what libraries keep, too: how much memory grows shows in those after it."""
+MOST_SIZES: Final = 5
+"""Where time does not matter: an image of 16 million pixels is never encoded."""
+SIDES: Final = (112, 224, 448, 896, 1792, 4096)
+"""Of images, in pixels. Preprocessors make no more of larger ones: Qwen3-VL's limit is the area of the last."""
+SECONDS: Final = (5, 10, 30, 120, 480)
+"""Of clips, for preprocessors that take more than a window."""
 
 
 @dataclass(frozen=True)
@@ -72,19 +75,20 @@ def measure_batch(
     build: Callable[[ModelInfo], Processor] = pkgutil.resolve_name(info.family.processor)
     processor, name = build(info), str(dtype).removeprefix("torch.")
 
-    def make(side: int) -> ProcessedInput:
-        arrays, layout, shape = processor(_media(info, side))
+    def make(media: bytes) -> ProcessedInput:
+        arrays, layout, shape = processor(media)
         return ProcessedInput(arrays, layout, shape, name, math.prod(shape) * ITEM_BYTES[name])
 
-    most_bytes, most_rows = _extent(make(LARGEST_SIDE))
+    media = _media(info, processor)
+    most_bytes, most_rows = _extent(make(media[-1]()))
     most_rows = info.max_encoder_tokens if info.family.reads_text else min(most_rows, info.max_model_len)
     deadline_s = time.monotonic() + TIME_S if device.type == "cpu" else math.inf
     sizes: list[tuple[int, int]] = []
     num_bytes = 0
-    for side in SIDES:
-        item = make(side)
+    for medium in media[:MOST_SIZES]:
+        item = make(medium())
         if _extent(item)[0] <= num_bytes:
-            continue  # small ones are scaled up to the same size
+            continue  # small images are scaled up to the same size
         num_bytes, num_rows = _extent(item)
         with PeakMemory(device) as peak, one_layer_of_each_stack(encoder.module, deadline_s):
             encoder.encode([item])
@@ -105,15 +109,18 @@ def _extent(item: ProcessedInput) -> tuple[int, int]:
     return sum(array.nbytes for array in item.arrays.values()), item.shape[0]
 
 
-def _media(info: ModelInfo, side: int) -> bytes:
-    """Return a medium of the model's kind; `side` is that of images."""
+def _media(info: ModelInfo, processor: Processor) -> list[Callable[[], bytes]]:
+    """Return makers of media of the model's kind, from small ones to the largest."""
     if info.family.reads_text:
-        return join_media([info.placeholder_token_id or 0], _picture(side))
+        return [lambda: join_media([info.placeholder_token_id or 0], _picture(SIDES[0]))]
     if info.media_kind == "image":
-        return _picture(side)
+        return [partial(_picture, side) for side in SIDES]
     if info.media_kind == "audio":
-        return _silence(LogMelSettings.from_json(preprocessor_json(info, "feature_extractor")))
-    return encode_tokens([1] * info.max_encoder_tokens)
+        settings = LogMelSettings.from_json(preprocessor_json(info, "feature_extractor"))
+        longest = cast(AudioProcessor, processor).max_seconds
+        shorter = SECONDS if longest > settings.chunk_length else ()
+        return [partial(_silence, settings.sampling_rate, int(seconds)) for seconds in (*shorter, longest)]
+    return [lambda: encode_tokens([1] * info.max_encoder_tokens)]
 
 
 def _picture(side: int) -> bytes:
@@ -122,12 +129,11 @@ def _picture(side: int) -> bytes:
     return file.getvalue()
 
 
-def _silence(settings: LogMelSettings) -> bytes:
-    """Return a window of silence."""
+def _silence(sampling_rate: int, seconds: int) -> bytes:
     file = io.BytesIO()
     with wave.open(file, "wb") as audio:
         audio.setnchannels(1)
         audio.setsampwidth(2)
-        audio.setframerate(settings.sampling_rate)
-        audio.writeframes(bytes(2 * settings.num_samples))
+        audio.setframerate(sampling_rate)
+        audio.writeframes(bytes(2 * sampling_rate * seconds))
     return file.getvalue()

@@ -47,6 +47,12 @@ class Processor(Protocol):
     def __call__(self, media: bytes) -> tuple[dict[str, npt.NDArray[Any]], InputLayout, tuple[int, ...]]: ...
 
 
+class AudioProcessor(Processor, Protocol):
+    """A processor of clips of up to `max_seconds`."""
+
+    max_seconds: float
+
+
 @dataclass(frozen=True)
 class _ProcessorState:
     info: ModelInfo

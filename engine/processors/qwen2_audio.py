@@ -22,6 +22,7 @@ class Qwen2AudioProcessor:
 
     def __init__(self, info: ModelInfo) -> None:
         self._settings = LogMelSettings.from_json(preprocessor_json(info, "feature_extractor"))
+        self.max_seconds = float(self._settings.chunk_length)
         self._log_mel = LogMel(self._settings)
         self._token_id = int(info.config["audio_token_index"])
         self._hidden_size = int(info.text_config["hidden_size"])
@@ -37,7 +38,7 @@ class Qwen2AudioProcessor:
 
     def __call__(self, media: bytes) -> tuple[dict[str, npt.NDArray[Any]], InputLayout, tuple[int, ...]]:
         settings = self._settings
-        samples = decode_audio(media, settings.sampling_rate, settings.chunk_length)
+        samples = decode_audio(media, settings.sampling_rate, self.max_seconds)
         num_frames = min(-(-len(samples) // settings.hop_length), settings.num_frames)
         num_tokens = num_output_tokens(num_frames)
         if num_tokens < 1:

@@ -25,6 +25,7 @@ class Qwen3ASRProcessor:
     """Audio of up to ten minutes; a placeholder becomes 13 tokens per second."""
 
     kind = "audio"
+    max_seconds = MAX_SECONDS
 
     def __init__(self, info: ModelInfo) -> None:
         json = preprocessor_json(info, "feature_extractor")

@@ -20,6 +20,7 @@ class WhisperProcessor:
 
     def __init__(self, info: ModelInfo) -> None:
         self._settings = LogMelSettings.from_json(preprocessor_json(info, "feature_extractor"))
+        self.max_seconds = float(self._settings.chunk_length)
         self._log_mel = LogMel(self._settings)
         self._shape = (int(info.config["max_source_positions"]), int(info.config["d_model"]))
         num_frames = self._settings.num_frames
@@ -30,5 +31,5 @@ class WhisperProcessor:
             )
 
     def __call__(self, media: bytes) -> tuple[dict[str, npt.NDArray[Any]], InputLayout, tuple[int, ...]]:
-        samples = decode_audio(media, self._settings.sampling_rate, self._settings.chunk_length)
+        samples = decode_audio(media, self._settings.sampling_rate, self.max_seconds)
         return {"input_features": self._log_mel(samples)}, InputLayout(self._shape[0], [], None), self._shape
