@@ -143,6 +143,22 @@ inline void pack_rows(const bf16* x, int64_t x_stride, int64_t size_m, int64_t s
     }
 }
 
+// One pair of each of kRows rows against the same pair of kWidth blocks, which are `step` lines apart.
+template <int kRows, int kWidth>
+inline void multiply(__m512 (&sums)[kRows][kWidth], const Line* lines, int64_t step, const bf16* rows, int64_t stride) {
+    __m512bh blocks[kWidth];
+#pragma GCC unroll 8
+    for (int w = 0; w < kWidth; w++) blocks[w] = (__m512bh)_mm512_load_si512(lines + w * step);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; r++) {
+        int32_t pair;
+        std::memcpy(&pair, rows + r * stride, 4);
+        const __m512bh row = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 8
+        for (int w = 0; w < kWidth; w++) sums[r][w] = _mm512_dpbf16_ps(sums[r][w], row, blocks[w]);
+    }
+}
+
 // Columns of 16 rows -> the rows, y_stride apart, as far as there are any.
 inline void store_rows(const __m256i (&columns)[kColumns], bf16* y, int64_t y_stride, int64_t size_m) {
     __m256i twos[kColumns];
@@ -177,19 +193,7 @@ void packed_tile(const Line* lines, const bf16* w, const bf16* bias, bf16* y, in
     for (int64_t p = 0; p < num_pairs; p += 2) {
         if (kFirst) _mm_prefetch(w + kColumns * (size_k + 2 * p), _MM_HINT_T0);
 #pragma GCC unroll 2
-        for (int64_t pair = p; pair < p + 2; pair++) {
-            __m512bh rows[kBlocks];
-#pragma GCC unroll 4
-            for (int b = 0; b < kBlocks; b++) rows[b] = (__m512bh)_mm512_load_si512(lines + b * num_pairs + pair);
-#pragma GCC unroll 8
-            for (int n = 0; n < kColumns; n++) {
-                int32_t bits;
-                std::memcpy(&bits, w + n * size_k + 2 * pair, 4);
-                const __m512bh column = (__m512bh)_mm512_set1_epi32(bits);
-#pragma GCC unroll 4
-                for (int b = 0; b < kBlocks; b++) sums[n][b] = _mm512_dpbf16_ps(sums[n][b], column, rows[b]);
-            }
-        }
+        for (int64_t pair = p; pair < p + 2; pair++) multiply(sums, lines + pair, num_pairs, w + 2 * pair, size_k);
     }
 #pragma GCC unroll 4
     for (int b = 0; b < kBlocks; b++) {
@@ -465,23 +469,6 @@ struct PackedHead {
                 const int64_t at = (line + w) * kLanes;
                 store(out + q * out_stride + at, lanes(head_dim() - at), _mm512_mul_ps(sums[q][w], _mm512_set1_ps(factors[q])));
             }
-    }
-
-    // One pair of each of kQueries rows against the same pair of kWidth vectors, which are `step` lines apart.
-    template <int kWidth>
-    static inline void multiply(__m512 (&sums)[kQueries][kWidth], const Line* lines, int64_t step, const bf16* rows,
-                                int64_t stride) {
-        __m512bh columns[kWidth];
-#pragma GCC unroll 8
-        for (int w = 0; w < kWidth; w++) columns[w] = (__m512bh)_mm512_load_si512(lines + w * step);
-#pragma GCC unroll 8
-        for (int q = 0; q < kQueries; q++) {
-            int32_t pair;
-            std::memcpy(&pair, rows + q * stride, 4);
-            const __m512bh row = (__m512bh)_mm512_set1_epi32(pair);
-#pragma GCC unroll 8
-            for (int w = 0; w < kWidth; w++) sums[q][w] = _mm512_dpbf16_ps(sums[q][w], row, columns[w]);
-        }
     }
 
     // exp(score - max) of the first `seen` as bfloat16, zero up to width; returns the reciprocal of their sum.
