@@ -41,11 +41,15 @@ class DecodePlan(ABC):
 
     def serves(self, metadata: AttentionMetadata) -> bool:
         """Whether this plan can be brought to a batch; if not, the step has to run outside the graph."""
+        return self._served_keys(metadata) is not None
+
+    def _served_keys(self, metadata: AttentionMetadata) -> IntArray | None:
+        """Return the keys of each request, [num_requests]; None if this plan does not serve the batch."""
         num_keys = common_keys(metadata)
-        if num_keys is None or metadata.causal != self.causal:
-            return False
         single = metadata.query_start_loc == list(range(self.num_requests + 1))
-        return single and int(num_blocks(num_keys, self.block_size).max(initial=0)) <= self.max_blocks
+        if num_keys is None or metadata.causal != self.causal or not single:
+            return None
+        return num_keys if int(num_blocks(num_keys, self.block_size).max(initial=0)) <= self.max_blocks else None
 
     def update(self, metadata: AttentionMetadata) -> None:
         """Fill the buffers for a batch of exactly `num_requests` requests with a query token each.
@@ -53,8 +57,8 @@ class DecodePlan(ABC):
         Rows of padding have one key, in block 0, or, in cross-attention, none: these get zeros. Raises ValueError for a
         batch that the plan does not serve.
         """
-        num_keys = common_keys(metadata)
-        if num_keys is None or not self.serves(metadata):
+        num_keys = self._served_keys(metadata)
+        if num_keys is None:
             raise ValueError(
                 f"a plan for {self.num_requests} decodes of up to {self.max_blocks} blocks of {self.block_size} does "
                 f"not serve {metadata.num_requests} requests with {metadata.query_start_loc[-1]} tokens over "
@@ -162,25 +166,18 @@ class PagedAttentionContext:
         return cls(backend, caches, self_metadata.slot_mapping, self_plan, cross_plan, after_input)
 
     def self_attention(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float | None = None,
-        bias: AttentionBias | None = None,
-        window: int | None = None,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
     ) -> torch.Tensor:
-        """Write this step's keys and values, then attend causally. Shapes: [num_tokens, heads, head_dim]."""
+        """Write this step's keys and values, then attend causally; `options` are those of `AttentionBackend.run`.
+
+        Shapes: [num_tokens, heads, head_dim].
+        """
         cache = self.caches[layer]
         self.backend.write(cache, key, value, self.slot_mapping)
-        return self.backend.run(query, cache, self.self_plan, scale=scale, bias=bias, window=window)
+        return self.backend.run(query, cache, self.self_plan, **options)
 
-    def cross_attention(
-        self, layer: int, query: torch.Tensor, *, scale: float | None = None, bias: AttentionBias | None = None
-    ) -> torch.Tensor:
+    def cross_attention(self, layer: int, query: torch.Tensor, **options: Any) -> torch.Tensor:
         """Attend to the visible encoder keys of each token. Shape: [num_tokens, num_heads, head_dim]."""
         if self.cross_queries is not None:
             self.cross_queries[layer] = query
-        return self.backend.run(query, self.caches[layer], self.cross_plan, scale=scale, bias=bias)
+        return self.backend.run(query, self.caches[layer], self.cross_plan, **options)

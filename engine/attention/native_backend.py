@@ -1,4 +1,4 @@
-"""Decode attention by a native CPU kernel, reading blocks in place without gathering."""
+"""Attention by a native CPU kernel, reading blocks in place without gathering."""
 
 from __future__ import annotations
 
@@ -17,37 +17,43 @@ from engine.state.spec import HeadSpec, IntArray
 
 @dataclass(frozen=True)
 class _NativePlan:
-    """`key_ranges` [num_tokens, 2] are the visible keys without a window; `windowed` the same for each window."""
+    """`tables` [num_requests, max_blocks]; `requests` [num_tokens], whose table is a token's; by window `key_ranges`
+    [num_tokens, 2], the visible keys."""
 
     metadata: AttentionMetadata
     tables: torch.Tensor
-    key_ranges: torch.Tensor
-    windowed: dict[int, torch.Tensor] = field(default_factory=dict)
+    requests: torch.Tensor
+    key_ranges: dict[int | None, torch.Tensor] = field(default_factory=dict)
     biases: dict[AttentionBias, torch.Tensor] = field(default_factory=dict)
 
 
 class NativeDecodePlan(DecodePlan):
-    """`tables` [num_requests, max_blocks], and by window `key_ranges` [num_requests, 2], rewritten in place."""
+    """The arrays of `_NativePlan`, rewritten in place, for as many tokens as `num_requests`: prompts, too."""
 
     def __init__(
         self, num_requests: int, max_blocks: int, block_size: int, windows: Iterable[int | None], *, causal: bool
     ) -> None:
         super().__init__(num_requests, max_blocks, block_size, causal=causal)
         self.tables = torch.zeros(num_requests, max_blocks, dtype=torch.int64)
+        self.requests = torch.zeros(num_requests, dtype=torch.int64)
         self.key_ranges = {window: torch.zeros(num_requests, 2, dtype=torch.int64) for window in (None, *windows)}
+
+    def _served_keys(self, metadata: AttentionMetadata) -> IntArray | None:
+        fits = max(metadata.seq_lens, default=0) <= self.max_blocks * self.block_size
+        served = fits and metadata.causal == self.causal and metadata.query_start_loc[-1] == self.num_requests
+        return np.asarray(metadata.seq_lens) if served else None
 
     def _update(self, metadata: AttentionMetadata, num_keys: IntArray) -> None:
         width = min(metadata.table.shape[1], self.max_blocks)
-        self.tables.numpy()[:, :width] = metadata.table[:, :width]
+        self.tables.numpy()[: metadata.num_requests, :width] = metadata.table[:, :width]
+        self.requests.numpy()[:] = _requests_of(metadata)
         for window, ranges in self.key_ranges.items():
-            begins, ends = ranges.numpy().T
-            ends[:] = num_keys
-            np.maximum(num_keys - (window or num_keys), 0, out=begins)
+            ranges.numpy()[:] = _key_ranges(metadata, window)
 
 
 class NativeBackend(AttentionBackend):
-    """Attend for every query token separately, efficient for few queries per request. Raises KernelsUnavailableError if
-    the kernels cannot run."""
+    """Attend for every query token separately, and in bfloat16 for those of a prompt together. Raises
+    KernelsUnavailableError if the kernels cannot run."""
 
     name = "native"
     calls_kernels = True
@@ -56,19 +62,7 @@ class NativeBackend(AttentionBackend):
         ops.enable()
 
     def plan(self, metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> _NativePlan:
-        counts = np.diff(metadata.query_start_loc)
-        tables = metadata.block_table
-        if len(counts) < metadata.query_start_loc[-1]:
-            tables = tables.repeat_interleave(torch.from_numpy(counts), dim=0)
-        if metadata.key_ranges is not None:
-            ranges = np.ascontiguousarray(metadata.key_ranges, np.int64)
-        else:
-            ends = np.repeat(np.asarray(metadata.seq_lens, np.int64), counts)
-            if metadata.causal:
-                request_ends = np.repeat(np.asarray(metadata.query_start_loc[1:], np.int64), counts)
-                ends -= request_ends - 1 - np.arange(len(ends))
-            ranges = np.stack((np.zeros_like(ends), ends), axis=1)
-        return _NativePlan(metadata, tables.contiguous(), torch.from_numpy(ranges))
+        return _NativePlan(metadata, metadata.block_table.contiguous(), torch.from_numpy(_requests_of(metadata)))
 
     def run(
         self,
@@ -81,12 +75,15 @@ class NativeBackend(AttentionBackend):
         window: int | None = None,
     ) -> torch.Tensor:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        if isinstance(plan, NativeDecodePlan):
-            ranges = plan.key_ranges[window if plan.causal else None]
-            return ops.paged_attention(_dense_heads(query), cache, plan.tables, ranges, scale, None)
-        ranges = plan.key_ranges if window is None or not plan.metadata.causal else _within(plan, window)
-        offsets = None if bias is None else _evaluated(plan, bias, query.shape[1])
-        return ops.paged_attention(_dense_heads(query), cache, plan.tables, ranges, scale, offsets)
+        offsets = None
+        if isinstance(plan, _NativePlan):
+            if window not in plan.key_ranges:
+                plan.key_ranges[window] = torch.from_numpy(_key_ranges(plan.metadata, window))
+            offsets = None if bias is None else _evaluated(plan, bias, query.shape[1], plan.key_ranges[window])
+        else:
+            window = window if plan.causal else None
+        ranges = plan.key_ranges[window]
+        return ops.paged_attention(_dense_heads(query), cache, plan.tables, plan.requests, ranges, scale, offsets)
 
     def make_decode_plan(
         self, num_requests: int, max_blocks: int, block_size: int, dtype: torch.dtype, heads: HeadSpec, *, causal: bool
@@ -104,23 +101,25 @@ def _dense_heads(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
-def _within(plan: _NativePlan, window: int) -> torch.Tensor:
-    ranges = plan.windowed.get(window)
-    if ranges is None:
-        if plan.metadata.key_ranges is not None:
-            ranges = torch.from_numpy(plan.metadata.ranges_within(window))
-        else:
-            begins = (plan.key_ranges[:, 1] - window).clamp_(min=0)
-            ranges = torch.stack((begins, plan.key_ranges[:, 1]), dim=1)
-        plan.windowed[window] = ranges
-    return ranges
+def _requests_of(metadata: AttentionMetadata) -> IntArray:
+    return np.repeat(np.arange(metadata.num_requests), np.diff(metadata.query_start_loc))
 
 
-def _evaluated(plan: _NativePlan, bias: AttentionBias, num_heads: int) -> torch.Tensor:
+def _key_ranges(metadata: AttentionMetadata, window: int | None) -> IntArray:
+    window = window if metadata.causal else None
+    if metadata.key_ranges is not None:
+        return np.ascontiguousarray(metadata.ranges_within(window), np.int64)
+    counts = np.diff(metadata.query_start_loc)
+    ends = metadata.positions + 1 if metadata.causal else np.repeat(metadata.seq_lens, counts)
+    begins = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
+    return np.stack((begins, ends), axis=1)
+
+
+def _evaluated(plan: _NativePlan, bias: AttentionBias, num_heads: int, key_ranges: torch.Tensor) -> torch.Tensor:
     """Return [num_heads, num_tokens, max_len] in float32."""
     values = plan.biases.get(bias)
     if values is None:
-        keys = torch.arange(int(plan.key_ranges[:, 1].max()))
+        keys = torch.arange(int(key_ranges[:, 1].max()))
         values = plan.metadata.evaluate(bias, keys, 0, plan.metadata.num_requests).float()
         values = plan.biases[bias] = values.expand(num_heads, -1, -1).contiguous()
     return values

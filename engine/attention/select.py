@@ -39,7 +39,7 @@ class BackendEntry:
     make: Callable[[torch.device, torch.dtype, HeadSpec], AttentionBackend]
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype]
-    phases: frozenset[Phase] = frozenset(PHASES)
+    decode_only: frozenset[torch.dtype] = frozenset()
     max_head_dim: float = math.inf
 
     def serves(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -124,7 +124,7 @@ BACKENDS: Final[dict[str, BackendEntry]] = {
         _native_backend,
         devices=frozenset({"cpu"}),
         dtypes=frozenset({torch.float32, torch.bfloat16}),
-        phases=frozenset({"decode"}),
+        decode_only=frozenset({torch.float32}),
         max_head_dim=256,
     ),
     "torch": BackendEntry(
@@ -189,7 +189,8 @@ def _choose(
     is_fallback = False
     for name in order:
         entry = BACKENDS[name]
-        if phase not in entry.phases or not entry.serves(device, dtype, heads.head_dim):
+        only_decodes = phase == "prefill" and dtype in entry.decode_only
+        if only_decodes or not entry.serves(device, dtype, heads.head_dim):
             continue
         try:
             if name not in made:

@@ -14,8 +14,6 @@ import torch
 
 from engine.attention.backend import AttentionBackend, DecodePlan
 from engine.attention.metadata import AttentionMetadata
-from engine.state.bias import AttentionBias
-from engine.state.spec import HeadSpec
 
 FEW_TOKENS: Final = 8
 """Up to here the tokens of a request are computed one by one, as decodes."""
@@ -51,32 +49,16 @@ class PhasedBackend(AttentionBackend):
         decode = self.decode.plan(metadata.decodes(), block_size, dtype) if metadata.num_decodes else None
         return _PhasePlan(metadata.num_decodes, decode, self.prefill.plan(metadata.prefills(), block_size, dtype))
 
-    def run(
-        self,
-        query: torch.Tensor,
-        cache: torch.Tensor,
-        plan: Any,
-        *,
-        scale: float | None = None,
-        bias: AttentionBias | None = None,
-        window: int | None = None,
-    ) -> torch.Tensor:
+    def run(self, query: torch.Tensor, cache: torch.Tensor, plan: Any, **options: Any) -> torch.Tensor:
         if not isinstance(plan, _PhasePlan):
-            return self.decode.run(query, cache, plan, scale=scale, bias=bias, window=window)
+            return self.decode.run(query, cache, plan, **options)
         if plan.decode is None:
-            return self.prefill.run(query, cache, plan.prefill, scale=scale, bias=bias, window=window)
-        decodes, prefills = query[: plan.num_decodes], query[plan.num_decodes :]
-        return torch.cat(
-            (
-                self.decode.run(decodes, cache, plan.decode, scale=scale, bias=bias, window=window),
-                self.prefill.run(prefills, cache, plan.prefill, scale=scale, bias=bias, window=window),
-            )
-        )
+            return self.prefill.run(query, cache, plan.prefill, **options)
+        decodes = self.decode.run(query[: plan.num_decodes], cache, plan.decode, **options)
+        return torch.cat((decodes, self.prefill.run(query[plan.num_decodes :], cache, plan.prefill, **options)))
 
-    def make_decode_plan(
-        self, num_requests: int, max_blocks: int, block_size: int, dtype: torch.dtype, heads: HeadSpec, *, causal: bool
-    ) -> DecodePlan | None:
-        return self.decode.make_decode_plan(num_requests, max_blocks, block_size, dtype, heads, causal=causal)
+    def make_decode_plan(self, *sizes: Any, **options: Any) -> DecodePlan | None:
+        return self.decode.make_decode_plan(*sizes, **options)
 
     def write(self, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         self.decode.write(cache, key, value, slot_mapping)

@@ -2,8 +2,7 @@
 
 Decodes are one batch: their blocks are gathered into [num_decodes, max_len] keys, and the query heads of a group become
 the query length, so keys are never repeated. Prefills and cross-attention run request by request: there the scores
-dominate, and consecutive blocks are read as a slice, without a copy. Where the C++ kernels are enabled, prompts in
-bfloat16 are theirs.
+dominate, and consecutive blocks are read as a slice, without a copy.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from engine.attention.metadata import AttentionMetadata
 from engine.attention.torch_fixed import MAX_KEYS, TorchDecodePlan
 from engine.attention.visible import Visible, attend_once, causal_keys, decode_mask, grouped, keys_in_ranges
 from engine.device.h2d import send
-from engine.native import ops
 from engine.state.bias import AttentionBias
 from engine.state.spec import HeadSpec
 
@@ -40,7 +38,6 @@ class _Single:
     blocks: slice | torch.Tensor
     offset: int  # of the first visible key within the blocks
     mask: torch.Tensor | None  # broadcasts to [1, num_heads, num_queries, num_keys]
-    dense: bool  # every token sees all keys, or all but the later ones, without bias
 
 
 @dataclass(frozen=True)
@@ -242,8 +239,7 @@ def _plan_row(
         blocks: slice | torch.Tensor = slice(ids[0], ids[-1] + 1)
     else:
         [blocks] = send(device, np.asarray(ids, np.int64))
-    dense = bias is None and (visible.hidden is None or visible.causal)
-    return _Single(start, end, visible, blocks, visible.first - first_block * block_size, mask, dense)
+    return _Single(start, end, visible, blocks, visible.first - first_block * block_size, mask)
 
 
 def _run_row(query: torch.Tensor, cache: torch.Tensor, row: _Single, scale: float | None) -> torch.Tensor:
@@ -260,11 +256,8 @@ def _run_row(query: torch.Tensor, cache: torch.Tensor, row: _Single, scale: floa
     )
     if num_queries == 1:
         return attend_once(query, keys, values, row.mask, scale)
-    queries = query.transpose(0, 1)[None]
-    if row.dense and ops.serves_dense(queries, keys, values):
-        return ops.dense_attention(queries, keys, values, scale or head_dim**-0.5, causal=visible.causal)[0]
     out = F.scaled_dot_product_attention(
-        queries,
+        query.transpose(0, 1)[None],
         keys,
         values,
         attn_mask=row.mask,

@@ -7,6 +7,7 @@
 // Sums are float32 throughout. Threads are OpenMP's, the same ones as PyTorch's.
 
 #include <immintrin.h>
+#include <omp.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -125,9 +126,11 @@ inline void transpose(__m512i (&rows)[kLanes]) {
     }
 }
 
-// x [size_m, size_k], size_k even -> lines [size_m / 16, rounded up][size_k / 2]: pair p of 16 rows side by side. Another
-// pair meets 16 rows at once, and nothing is added up along a vector. Rows behind the last are zeros.
-inline void pack_rows(const bf16* x, int64_t x_stride, int64_t size_m, int64_t size_k, Line* lines) {
+// size_m rows of size_k, an even number; row i is at row_at(i) -> lines [size_m / 16, rounded up][size_k / 2]: pair p of 16
+// rows side by side. Another pair meets 16 rows at once, and nothing is added up along a vector. Rows behind the last are
+// zeros.
+template <typename RowAt>
+inline void pack_rows(RowAt row_at, int64_t size_m, int64_t size_k, Line* lines) {
 #pragma omp parallel for schedule(static)
     for (int64_t m = 0; m < size_m; m += kLanes) {
         Line* to = lines + m / kLanes * (size_k / 2);
@@ -136,7 +139,7 @@ inline void pack_rows(const bf16* x, int64_t x_stride, int64_t size_m, int64_t s
             __m512i rows[kLanes];
 #pragma GCC unroll 16
             for (int i = 0; i < kLanes; i++)
-                rows[i] = _mm512_maskz_loadu_epi32(m + i < size_m ? lanes(pairs) : 0, x + (m + i) * x_stride + k);
+                rows[i] = _mm512_maskz_loadu_epi32(m + i < size_m ? lanes(pairs) : 0, row_at(std::min(m + i, size_m - 1)) + k);
             transpose(rows);
             for (int64_t p = 0; p < pairs; p++) _mm512_store_si512(to++, rows[p]);
         }
@@ -218,7 +221,7 @@ void multiply_packed(const bf16* x, int64_t x_stride, const bf16* w, const bf16*
     const int64_t num_blocks = (size_m + kLanes - 1) / kLanes, num_pairs = size_k / 2;
     packed.resize(std::max<int64_t>(num_blocks * num_pairs, packed.size()));
     Line* lines = packed.data();
-    pack_rows(x, x_stride, size_m, size_k, lines);
+    pack_rows([=](int64_t m) { return x + m * x_stride; }, size_m, size_k, lines);
 #pragma omp parallel for schedule(static)
     for (int64_t n = 0; n < size_n; n += kColumns)
         for (int64_t b = 0, blocks; b < num_blocks; b += blocks) {
@@ -355,43 +358,17 @@ Attend<T> variant(int64_t head_dim, int64_t heads) {
     }
 }
 
-template <typename T>
-void paged_attention(const T* query, int64_t query_stride, const T* cache, int64_t value_offset, const int64_t* tables,
-                     int64_t table_stride, const int64_t* key_ranges, const float* bias, int64_t bias_len, T* out,
-                     int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size,
-                     float scale) {
-    const int64_t group = num_heads / num_kv_heads, key_stride = num_kv_heads * head_dim;
-#pragma omp parallel for collapse(2) schedule(dynamic, 1)
-    for (int64_t token = 0; token < num_tokens; token++)
-        for (int64_t kv_head = 0; kv_head < num_kv_heads; kv_head++) {
-            thread_local std::vector<int64_t> offsets;
-            thread_local std::vector<float> scores;
-            const int64_t begin = key_ranges[2 * token], count = std::max<int64_t>(key_ranges[2 * token + 1] - begin, 0);
-            T* to = out + (token * num_heads + kv_head * group) * head_dim;
-            if (count == 0) {
-                std::fill_n(to, group * head_dim, T{});
-                continue;
-            }
-            offsets.resize(count);
-            scores.resize(kHeadsAtOnce * (count + kLanes));
-            for (int64_t i = 0; i < count; i++) {
-                const int64_t key = begin + i, block = tables[token * table_stride + key / block_size];
-                offsets[i] = (block * block_size + key % block_size) * key_stride;
-            }
-            const T* keys = cache + kv_head * head_dim;
-            const Paged<T> paged{keys, keys + value_offset, offsets.data(), count, head_dim};
-            for (int64_t h = 0; h < group; h += kHeadsAtOnce) {
-                const int64_t head = kv_head * group + h;
-                const float* head_bias = bias ? bias + (head * num_tokens + token) * bias_len + begin : nullptr;
-                variant<T>(head_dim, group - h)(query + token * query_stride + head * head_dim, paged, head_bias,
-                                                num_tokens * bias_len, scale, scores.data(), to + h * head_dim);
-            }
-        }
-}
-
-// --- attention of many queries over keys that lie in order: encoders and prompts
+// --- attention of many queries over the same keys: encoders and prompts
 
 constexpr int kQueries = 6, kWide = 4;  // 6 x 4 sums are what the registers hold
+
+// Keys begin .. end of the first of many rows; those of each further row begin and end so many keys later.
+struct KeyRange {
+    int64_t begin, end, begin_step, end_step;
+
+    int64_t begin_of(int64_t row) const { return begin + row * begin_step; }
+    int64_t end_of(int64_t row) const { return end + row * end_step; }
+};
 
 // The operands of one head, paired as the product of pairs wants them. kDim is head_dim where it is known when this is
 // compiled, else 0.
@@ -408,7 +385,8 @@ struct PackedHead {
     int64_t num_pairs() const { return head_dim() / 2; }
     int64_t value_lines() const { return (head_dim() + kLanes - 1) / kLanes; }
 
-    void pack(const bf16* key, int64_t key_stride, const bf16* value, int64_t value_stride, int64_t size, int64_t size_d) {
+    template <typename KeyAt, typename ValueAt>
+    void pack(KeyAt key_at, ValueAt value_at, int64_t size, int64_t size_d) {
         dim = size_d;
         padded = (size + kWide * kLanes - 1) / (kWide * kLanes) * kWide * kLanes;
         keys.resize(padded / kLanes * num_pairs());
@@ -416,29 +394,28 @@ struct PackedHead {
         scores.resize(kQueries * padded / kLanes);
         weights.resize(kQueries * padded / kLanes / 2);
         const int64_t blocks = (size + kLanes - 1) / kLanes, twos = (size + 1) / 2;
-        pack_rows(key, key_stride, size, head_dim(), keys.data());
+        pack_rows(key_at, size, head_dim(), keys.data());
         std::fill(keys.begin() + blocks * num_pairs(), keys.end(), Line{});
         for (int64_t j = 0; j < twos; j++)
             for (int64_t line = 0; line < value_lines(); line++) {
-                const bf16* even = value + 2 * j * value_stride + line * kLanes;
+                const bf16* even = value_at(2 * j) + line * kLanes;
+                const bf16* odd = value_at(std::min(2 * j + 1, size - 1)) + line * kLanes;
                 const __mmask16 there = lanes(head_dim() - line * kLanes);
                 const __m512i first = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, even));
-                const __mmask16 second_there = 2 * j + 1 < size ? there : 0;
-                const __m512i second = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(second_there, even + value_stride));
+                const __m512i second = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(2 * j + 1 < size ? there : 0, odd));
                 _mm512_store_si512(&values[j * value_lines() + line], _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
             }
         std::fill(values.begin() + twos * value_lines(), values.end(), Line{});
     }
 
-    // kQueries rows of queries (query_stride apart) -> as many rows of out (out_stride apart). Row q sees the first
-    // `seen` keys or, if causal, q more.
-    void attend(const bf16* query, int64_t query_stride, float scale, bf16* out, int64_t out_stride, int64_t seen,
-                bool causal) {
-        const int64_t most = seen + (causal ? kQueries - 1 : 0), wide = kWide * kLanes;
-        const int64_t width = (most + wide - 1) / wide * wide;
+    // kQueries rows of queries (query_stride apart) -> as many rows of out (out_stride apart). Row q sees the keys of
+    // `seen` for row q.
+    void attend(const bf16* query, int64_t query_stride, float scale, bf16* out, int64_t out_stride, KeyRange seen) {
+        const int64_t wide = kWide * kLanes, start = seen.begin / wide * wide;
+        const int64_t width = (seen.end_of(kQueries - 1) + wide - 1) / wide * wide;
         float* score = (float*)scores.data();
         bf16* weight = (bf16*)weights.data();
-        for (int64_t block = 0; block < width / kLanes; block += kWide) {
+        for (int64_t block = start / kLanes; block < width / kLanes; block += kWide) {
             __m512 sums[kQueries][kWide] = {};
             for (int64_t p = 0; p < num_pairs(); p++)
                 multiply(sums, &keys[block * num_pairs() + p], num_pairs(), query + 2 * p, query_stride);
@@ -448,21 +425,21 @@ struct PackedHead {
         }
         float factors[kQueries];
         for (int q = 0; q < kQueries; q++)
-            factors[q] = soften(score + q * width, weight + q * width, seen + (causal ? q : 0), width);
+            factors[q] = soften(score + q * width, weight + q * width, start, seen.begin_of(q), seen.end_of(q), width);
         for (int64_t line = 0; line < value_lines(); line += kWide) switch (value_lines() - line) {
-            case 1: sum_values<1>(line, width, factors, out, out_stride); break;
-            case 2: sum_values<2>(line, width, factors, out, out_stride); break;
-            case 3: sum_values<3>(line, width, factors, out, out_stride); break;
-            default: sum_values<kWide>(line, width, factors, out, out_stride);
+            case 1: sum_values<1>(line, start, width, factors, out, out_stride); break;
+            case 2: sum_values<2>(line, start, width, factors, out, out_stride); break;
+            case 3: sum_values<3>(line, start, width, factors, out, out_stride); break;
+            default: sum_values<kWide>(line, start, width, factors, out, out_stride);
         }
     }
 
    private:
-    // kWidth * 16 columns of the weighted values.
+    // kWidth * 16 columns of the weighted values from `start` to `width`.
     template <int kWidth>
-    void sum_values(int64_t line, int64_t width, const float* factors, bf16* out, int64_t out_stride) const {
+    void sum_values(int64_t line, int64_t start, int64_t width, const float* factors, bf16* out, int64_t out_stride) const {
         __m512 sums[kQueries][kWidth] = {};
-        for (int64_t j = 0; j < width / 2; j++)
+        for (int64_t j = start / 2; j < width / 2; j++)
             multiply(sums, &values[j * value_lines() + line], 1, (const bf16*)weights.data() + 2 * j, width);
         for (int q = 0; q < kQueries; q++)
             for (int w = 0; w < kWidth; w++) {
@@ -471,14 +448,16 @@ struct PackedHead {
             }
     }
 
-    // exp(score - max) of the first `seen` as bfloat16, zero up to width; returns the reciprocal of their sum.
-    static float soften(const float* score, bf16* weight, int64_t seen, int64_t width) {
+    // exp(score - max) of keys begin to end as bfloat16, zero around them from start to width; returns the reciprocal of
+    // their sum.
+    static float soften(const float* score, bf16* weight, int64_t start, int64_t begin, int64_t end, int64_t width) {
+        const auto seen = [=](int64_t i) -> __mmask16 { return lanes(end - i) & ~lanes(begin - i); };
         __m512 most = _mm512_set1_ps(-3e38f), sum = _mm512_setzero_ps();
-        for (int64_t i = 0; i < seen; i += kLanes) most = _mm512_mask_max_ps(most, lanes(seen - i), most, load(score + i, 0xffff));
+        for (int64_t i = start; i < end; i += kLanes) most = _mm512_mask_max_ps(most, seen(i), most, load(score + i, 0xffff));
         most = _mm512_set1_ps(_mm512_reduce_max_ps(most));
-        for (int64_t i = 0; i < width; i += kLanes) {
+        for (int64_t i = start; i < width; i += kLanes) {
             const __m512 share = exponential(_mm512_sub_ps(load(score + i, 0xffff), most));
-            const __m512 value = _mm512_maskz_mov_ps(lanes(seen - i), share);
+            const __m512 value = _mm512_maskz_mov_ps(seen(i), share);
             store(weight + i, 0xffff, value);
             sum = _mm512_add_ps(sum, value);
         }
@@ -498,22 +477,144 @@ struct Strides {
 template <int kDim>
 void dense_attention(const bf16* query, Strides of_query, const bf16* key, Strides of_key, const bf16* value,
                      Strides of_value, bf16* out, int64_t batch, int64_t num_heads, int64_t num_kv_heads,
-                     int64_t num_queries, int64_t num_keys, int64_t head_dim, float scale, bool causal) {
+                     int64_t num_queries, int64_t num_keys, int64_t head_dim, float scale) {
     const int64_t group = num_heads / num_kv_heads, out_stride = num_heads * head_dim;
 #pragma omp parallel for collapse(2) schedule(dynamic, 1)
     for (int64_t item = 0; item < batch; item++)
         for (int64_t head = 0; head < num_heads; head++) {
             thread_local PackedHead<kDim> packed;
-            packed.pack(of_key.at(key, item, head / group), of_key.token, of_value.at(value, item, head / group),
-                        of_value.token, num_keys, head_dim);
+            const bf16 *keys = of_key.at(key, item, head / group), *values = of_value.at(value, item, head / group);
+            packed.pack([=](int64_t i) { return keys + i * of_key.token; },
+                        [=](int64_t i) { return values + i * of_value.token; }, num_keys, head_dim);
             const bf16* from = of_query.at(query, item, head);
             bf16* to = out + item * num_queries * out_stride + head * head_dim;
             for (int64_t i = 0; i < num_queries; i += kQueries) {
                 const int64_t first = std::min<int64_t>(i, num_queries - kQueries);  // the last ones overlap
-                const int64_t seen = causal ? num_keys - num_queries + first + 1 : num_keys;
                 packed.attend(from + first * of_query.token, of_query.token, scale, to + first * out_stride, out_stride,
-                              seen, causal);
+                              {0, num_keys, 0, 0});
             }
+        }
+}
+
+// --- attention over a paged cache
+
+// Keys and values of a layer, and the blocks of each request: tables [num_requests, table_stride].
+template <typename T>
+struct Cache {
+    const T* keys;
+    int64_t value_offset;
+    const int64_t* tables;
+    int64_t table_stride, num_kv_heads, head_dim, block_size;
+
+    // Where keys begin .. end of a request lie, for head 0.
+    void locate(int64_t request, int64_t begin, int64_t end, std::vector<int64_t>& offsets) const {
+        offsets.resize(end - begin);
+        for (int64_t key = begin; key < end; key++) {
+            const int64_t block = tables[request * table_stride + key / block_size];
+            offsets[key - begin] = (block * block_size + key % block_size) * num_kv_heads * head_dim;
+        }
+    }
+};
+
+// Consecutive tokens of a request, computed together where they are more than one.
+struct Run {
+    int64_t token, count, request;
+    KeyRange seen;
+};
+
+constexpr int kFewTokens = 8, kManyTokens = 192;  // fewer tokens are computed one by one, more in parts
+
+// Tokens [num_tokens] of `requests` with their key ranges, as runs; one by one unless `together`.
+std::vector<Run> runs_of(const int64_t* requests, const int64_t* ranges, int64_t num_tokens, bool together, int64_t num_kv_heads) {
+    std::vector<Run> runs;
+    for (int64_t token = 0, count; token < num_tokens; token += count) {
+        const auto step = [=](int64_t t, int side) { return ranges[2 * (t + 1) + side] - ranges[2 * t + side]; };
+        const auto belongs = [=](int64_t t) {
+            return requests[t] == requests[token] && step(t - 1, 0) == step(token, 0) && step(t - 1, 1) == step(token, 1);
+        };
+        count = 1;
+        while (together && token + count < num_tokens && belongs(token + count)) count++;
+        const bool steady = count > 1 && step(token, 0) >= 0 && step(token, 1) >= 0 && ranges[2 * token + 1] > ranges[2 * token];
+        const int64_t most = std::clamp<int64_t>(count * num_kv_heads / omp_get_max_threads(), 3 * kFewTokens, kManyTokens);
+        const int64_t parts = count < kFewTokens || !steady ? count : (count + most - 1) / most;
+        for (int64_t part = 0; part < parts; part++) {
+            const int64_t first = token + part * count / parts, last = token + (part + 1) * count / parts;
+            const bool single = last - first == 1;
+            runs.push_back({first, last - first, requests[first],
+                            {ranges[2 * first], ranges[2 * first + 1], single ? 0 : step(first, 0), single ? 0 : step(first, 1)}});
+        }
+    }
+    return runs;
+}
+
+// One token, and the query heads of one head of keys. bias null or [heads, bias_stride].
+template <typename T>
+void attend_one(const T* query, const Cache<T>& cache, const Run& run, int64_t kv_head, int64_t group, const float* bias,
+                int64_t bias_stride, float scale, T* out) {
+    thread_local std::vector<int64_t> offsets;
+    thread_local std::vector<float> scores;
+    const int64_t count = run.seen.end - run.seen.begin, head_dim = cache.head_dim;
+    if (count <= 0) {
+        std::fill_n(out, group * head_dim, T{});
+        return;
+    }
+    cache.locate(run.request, run.seen.begin, run.seen.end, offsets);
+    scores.resize(kHeadsAtOnce * (count + kLanes));
+    const T* keys = cache.keys + kv_head * head_dim;
+    const Paged<T> paged{keys, keys + cache.value_offset, offsets.data(), count, head_dim};
+    for (int64_t h = 0; h < group; h += kHeadsAtOnce)
+        variant<T>(head_dim, group - h)(query + h * head_dim, paged, bias ? bias + h * bias_stride : nullptr, bias_stride,
+                                        scale, scores.data(), out + h * head_dim);
+}
+
+// Many tokens, and the query heads of one head of keys; query and out are those of the first token.
+template <int kDim>
+void attend_run(const bf16* query, int64_t query_stride, const Cache<bf16>& cache, const Run& run, int64_t kv_head,
+                int64_t group, float scale, bf16* out, int64_t out_stride) {
+    thread_local std::vector<int64_t> offsets;
+    thread_local PackedHead<kDim> packed;
+    const int64_t begin = run.seen.begin, end = run.seen.end_of(run.count - 1);
+    cache.locate(run.request, begin, end, offsets);
+    const bf16* keys = cache.keys + kv_head * cache.head_dim;
+    const int64_t *at = offsets.data(), value_offset = cache.value_offset;
+    packed.pack([=](int64_t i) { return keys + at[i]; }, [=](int64_t i) { return keys + value_offset + at[i]; }, end - begin,
+                cache.head_dim);
+    for (int64_t h = 0; h < group; h++)
+        for (int64_t i = 0; i < run.count; i += kQueries) {
+            const int64_t first = std::min<int64_t>(i, run.count - kQueries);  // the last ones overlap
+            const KeyRange& seen = run.seen;
+            packed.attend(query + first * query_stride + h * cache.head_dim, query_stride, scale,
+                          out + first * out_stride + h * cache.head_dim, out_stride,
+                          {seen.begin_of(first) - begin, seen.end_of(first) - begin, seen.begin_step, seen.end_step});
+        }
+}
+void attend_run(const bf16* query, int64_t query_stride, const Cache<bf16>& cache, const Run& run, int64_t kv_head,
+                int64_t group, float scale, bf16* out, int64_t out_stride) {
+    const auto attend = cache.head_dim == 64 ? attend_run<64> : cache.head_dim == 128 ? attend_run<128> : attend_run<0>;
+    attend(query, query_stride, cache, run, kv_head, group, scale, out, out_stride);
+}
+void attend_run(const float*, int64_t, const Cache<float>&, const Run&, int64_t, int64_t, float, float*, int64_t) {}
+
+template <typename T>
+void paged_attention(const T* query, int64_t query_stride, const Cache<T>& cache, const int64_t* requests,
+                     const int64_t* key_ranges, const float* bias, int64_t bias_len, T* out, int64_t num_tokens,
+                     int64_t num_heads, float scale) {
+    const int64_t group = num_heads / cache.num_kv_heads, head_dim = cache.head_dim, out_stride = num_heads * head_dim;
+    const bool together = sizeof(T) == sizeof(bf16) && !bias && head_dim % 2 == 0;
+    const std::vector<Run> runs = runs_of(requests, key_ranges, num_tokens, together, cache.num_kv_heads);
+#pragma omp parallel for collapse(2) schedule(dynamic, 1)
+    for (size_t r = 0; r < runs.size(); r++)
+        for (int64_t kv_head = 0; kv_head < cache.num_kv_heads; kv_head++) {
+            const Run& run = runs[r];
+            const int64_t head = kv_head * group;
+            const T* from = query + run.token * query_stride + head * head_dim;
+            T* to = out + run.token * out_stride + head * head_dim;
+            if (run.count > 1) {
+                attend_run(from, query_stride, cache, run, kv_head, group, scale, to, out_stride);
+                continue;
+            }
+            const float* addends = bias ? bias + (head * num_tokens + run.token) * bias_len + run.seen.begin : nullptr;
+            attend_one(from, cache, run, kv_head, group, addends, num_tokens * bias_len, scale, to);
         }
 }
 
@@ -541,42 +642,43 @@ void linear(const bf16* x, int64_t x_stride, const bf16* w, const bf16* bias, bf
     });
 }
 
-// One query token each against a range of the keys of its sequence; an empty range gives zeros.
+// Query tokens, each against a range of the keys of its request; an empty range gives zeros. Without a bias, tokens of
+// bfloat16 that stand side by side in a request are computed together.
 //   query       [num_tokens, num_heads, head_dim], query_stride between tokens; head_dim at most 256
 //   cache       [2, num_blocks, block_size, num_kv_heads, head_dim]; value_offset between keys and values
-//   tables      [num_tokens, table_stride] blocks of each token's sequence; key_ranges [num_tokens, 2]
+//   tables      [num_requests, table_stride] blocks of each request
+//   requests    [num_tokens] the request of each token; key_ranges [num_tokens, 2]
 //   bias        null or [num_heads, num_tokens, bias_len], added to the scaled scores
-void paged_attention_bf16(const bf16* query, int64_t query_stride, const bf16* cache, int64_t value_offset,
-                          const int64_t* tables, int64_t table_stride, const int64_t* key_ranges, const float* bias,
+void paged_attention_bf16(const bf16* query, int64_t query_stride, const bf16* cache, int64_t value_offset, const int64_t* tables,
+                          int64_t table_stride, const int64_t* requests, const int64_t* key_ranges, const float* bias,
                           int64_t bias_len, bf16* out, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,
                           int64_t head_dim, int64_t block_size, float scale) {
+    const Cache<bf16> blocks{cache, value_offset, tables, table_stride, num_kv_heads, head_dim, block_size};
     kept([=] {
-        paged_attention(query, query_stride, cache, value_offset, tables, table_stride, key_ranges, bias, bias_len, out,
-                        num_tokens, num_heads, num_kv_heads, head_dim, block_size, scale);
+        paged_attention(query, query_stride, blocks, requests, key_ranges, bias, bias_len, out, num_tokens, num_heads, scale);
     });
 }
-void paged_attention_f32(const float* query, int64_t query_stride, const float* cache, int64_t value_offset,
-                         const int64_t* tables, int64_t table_stride, const int64_t* key_ranges, const float* bias,
-                         int64_t bias_len, float* out, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,
-                         int64_t head_dim, int64_t block_size, float scale) {
+void paged_attention_f32(const float* query, int64_t query_stride, const float* cache, int64_t value_offset, const int64_t* tables,
+                          int64_t table_stride, const int64_t* requests, const int64_t* key_ranges, const float* bias,
+                          int64_t bias_len, float* out, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,
+                          int64_t head_dim, int64_t block_size, float scale) {
+    const Cache<float> blocks{cache, value_offset, tables, table_stride, num_kv_heads, head_dim, block_size};
     kept([=] {
-        paged_attention(query, query_stride, cache, value_offset, tables, table_stride, key_ranges, bias, bias_len, out,
-                        num_tokens, num_heads, num_kv_heads, head_dim, block_size, scale);
+        paged_attention(query, query_stride, blocks, requests, key_ranges, bias, bias_len, out, num_tokens, num_heads, scale);
     });
 }
 
 // query [batch, num_heads, num_queries, head_dim], key and value [batch, num_kv_heads, num_keys, head_dim] with strides
 // of batch, head and token (the last dimension is contiguous) -> out [batch, num_queries, num_heads, head_dim] contiguous.
-// If causal, queries are the last tokens of the keys. At least six queries; head_dim is even.
+// At least six queries; head_dim is even.
 void dense_attention_bf16(const bf16* query, const int64_t* query_strides, const bf16* key, const int64_t* key_strides,
                           const bf16* value, const int64_t* value_strides, bf16* out, int64_t batch, int64_t num_heads,
-                          int64_t num_kv_heads, int64_t num_queries, int64_t num_keys, int64_t head_dim, float scale,
-                          int64_t causal) {
+                          int64_t num_kv_heads, int64_t num_queries, int64_t num_keys, int64_t head_dim, float scale) {
     const auto run = head_dim == 64 ? dense_attention<64> : head_dim == 128 ? dense_attention<128> : dense_attention<0>;
     const auto strides = [](const int64_t* of) { return Strides{of[0], of[1], of[2]}; };
     kept([=, of_query = strides(query_strides), of_key = strides(key_strides), of_value = strides(value_strides)] {
         run(query, of_query, key, of_key, value, of_value, out, batch, num_heads, num_kv_heads, num_queries, num_keys,
-            head_dim, scale, causal);
+            head_dim, scale);
     });
 }
 

@@ -18,12 +18,12 @@ MAX_LINEAR_ROWS: Final = 64 if "amx_bf16" in cpu_flags() else 192
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _STRIDES = _INT * 3
-_ATTENTION: Final = [_POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, *[_INT] * 5]
+_ATTENTION: Final = [*[_POINTER, _INT] * 3, *[_POINTER] * 3, _INT, _POINTER, *[_INT] * 5]
 _SIGNATURES: Final = {
     "linear": [_POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT],
     "paged_attention_bf16": [*_ATTENTION, _FLOAT],
     "paged_attention_f32": [*_ATTENTION, _FLOAT],
-    "dense_attention_bf16": [*[_POINTER, _STRIDES] * 3, _POINTER, *[_INT] * 6, _FLOAT, _INT],
+    "dense_attention_bf16": [*[_POINTER, _STRIDES] * 3, _POINTER, *[_INT] * 6, _FLOAT],
     "write_cache": [_POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _INT],
     "add_rms_norm": [_POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _FLOAT],
     "silu_mul": [_POINTER, _POINTER, _INT, _INT],
@@ -116,20 +116,28 @@ def write_cache(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> Non
 
 
 def paged_attention(
-    query: Tensor, cache: Tensor, tables: Tensor, key_ranges: Tensor, scale: float, bias: Tensor | None
+    query: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    requests: Tensor,
+    key_ranges: Tensor,
+    scale: float,
+    bias: Tensor | None,
 ) -> Tensor:
-    """Attend with a token per sequence to keys key_ranges[t, 0] .. [t, 1]; zeros for an empty range.
+    """Attend with token t to keys key_ranges[t, 0] .. [t, 1] of its request; zeros for an empty range.
 
-    query [n, num_heads, head_dim], heads contiguous within a token, float32 or bfloat16 as the cache; tables [n, m] and
-    key_ranges [n, 2] contiguous int64; bias None or contiguous float32 [num_heads, n, max_len] -> as query.
+    query [n, num_heads, head_dim], heads contiguous within a token, float32 or bfloat16 as the cache; tables
+    [num_requests, m], requests [n] (a row of `tables` for each token) and key_ranges [n, 2] contiguous int64; bias None
+    or contiguous float32 [num_heads, n, max_len] -> as query.
     """
     out = torch.empty(query.shape, dtype=query.dtype)
     num_tokens, num_heads, head_dim = query.shape
     attend = _library.paged_attention_bf16 if query.dtype == torch.bfloat16 else _library.paged_attention_f32
-    keys = cache.data_ptr(), cache.stride(0), tables.data_ptr(), tables.stride(0), key_ranges.data_ptr()
+    keys = cache.data_ptr(), cache.stride(0), tables.data_ptr(), tables.stride(0)
     addends = (None, 0) if bias is None else (bias.data_ptr(), bias.shape[-1])
     sizes = num_tokens, num_heads, cache.shape[3], head_dim, cache.shape[2]
-    attend(query.data_ptr(), query.stride(0), *keys, *addends, out.data_ptr(), *sizes, scale)
+    tokens = requests.data_ptr(), key_ranges.data_ptr()
+    attend(query.data_ptr(), query.stride(0), *keys, *tokens, *addends, out.data_ptr(), *sizes, scale)
     return out
 
 
@@ -143,8 +151,8 @@ def serves_dense(query: Tensor, key: Tensor, value: Tensor) -> bool:
     )
 
 
-def dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool = False) -> Tensor:
-    """Attend with many queries to keys that lie in order; if causal, queries are the last tokens of the keys.
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Attend with many queries to all of many keys.
 
     query [batch, num_heads, num_queries, head_dim], key and value [batch, num_kv_heads, num_keys, head_dim]
     -> [batch, num_queries, num_heads, head_dim].
@@ -154,5 +162,5 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, *, 
     out = query.new_empty(batch, num_queries, num_heads, head_dim)
     inputs = [part for x in (query, key, value) for part in (x.data_ptr(), _STRIDES(*x.stride()[:3]))]
     sizes = batch, num_heads, num_kv_heads, num_queries, num_keys, head_dim
-    _library.dense_attention_bf16(*inputs, out.data_ptr(), *sizes, scale, causal)
+    _library.dense_attention_bf16(*inputs, out.data_ptr(), *sizes, scale)
     return out

@@ -109,12 +109,11 @@ def test_rotation_changes_its_heads_and_nothing_else(tokens: int, heads: int, he
     st.tuples(st.integers(1, 2), st.integers(1, 3)),
     st.tuples(st.integers(6, 140), st.integers(0, 90)),
     st.sampled_from([2, 16, 50, 64, 80, 128]),
-    st.booleans(),
     SEEDS,
 )
 @torch.inference_mode()
 def test_dense_attention(
-    batch: int, heads: tuple[int, int], lengths: tuple[int, int], head_dim: int, causal: bool, seed: int
+    batch: int, heads: tuple[int, int], lengths: tuple[int, int], head_dim: int, seed: int
 ) -> None:
     (num_kv_heads, group), (num_queries, past) = heads, lengths
     num_keys = num_queries + past
@@ -122,12 +121,48 @@ def test_dense_attention(
     key = random(seed + 1, batch, num_keys, num_kv_heads, head_dim).transpose(1, 2)
     value = random(seed + 2, batch, num_keys, 3, num_kv_heads, head_dim)[:, :, 2].transpose(1, 2)  # of a fused product
     assert ops.serves_dense(query, key, value)
-    seen = torch.ones(num_queries, num_keys, dtype=torch.bool)
-    exact = F.scaled_dot_product_attention(
-        query.float(), key.float(), value.float(), attn_mask=seen.tril(past) if causal else seen, enable_gqa=True
-    ).transpose(1, 2)
-    got = ops.dense_attention(query, key, value, head_dim**-0.5, causal=causal).float()
+    exact = F.scaled_dot_product_attention(query.float(), key.float(), value.float(), enable_gqa=True).transpose(1, 2)
+    got = ops.dense_attention(query, key, value, head_dim**-0.5).float()
     torch.testing.assert_close(got, exact, rtol=2**-6, atol=2**-6 * float(exact.abs().max()))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(1, 230), st.integers(0, 90)), min_size=1, max_size=4),
+    st.tuples(st.integers(1, 2), st.integers(1, 6)),
+    st.sampled_from([2, 16, 64, 80, 128]),
+    st.sampled_from(["causal", "all", "window", "any"]),
+    SEEDS,
+)
+@torch.inference_mode()
+def test_tokens_of_prompts_and_decodes_see_their_ranges_of_paged_keys(
+    lengths: list[tuple[int, int]], heads: tuple[int, int], head_dim: int, visible: str, seed: int
+) -> None:
+    """Tokens that stand side by side are computed together, whatever their ranges: rising, equal, or any, and empty."""
+    (num_kv_heads, group), block_size, width = heads, 16, 20
+    cache = random(seed, 2, 1 + len(lengths) * width, block_size, num_kv_heads, head_dim)
+    tables = 1 + torch.randperm(len(lengths) * width).view(len(lengths), width)
+    query = random(seed + 1, sum(count for count, _ in lengths), num_kv_heads * group, head_dim)
+    requests, ranges, exact = [], [], []
+    for index, (count, past) in enumerate(lengths):
+        begins, ends = torch.zeros(count, dtype=torch.int64), torch.full((count,), count + past)
+        if visible in ("causal", "window"):
+            ends = past + 1 + torch.arange(count)
+            begins = (ends - 70).clamp(min=0) if visible == "window" else begins
+        elif visible == "any":
+            begins, ends = torch.randint(0, count + past + 1, (2, count))
+        requests += [index] * count
+        ranges.append(torch.stack((begins, ends), dim=1))
+        keys, values = cache[:, tables[index]].flatten(1, 2).float().transpose(1, 2)
+        places = torch.arange(width * block_size)
+        seen = (places >= begins[:, None]) & (places < ends[:, None])
+        queries = query[len(requests) - count : len(requests)].float().transpose(0, 1)
+        attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, enable_gqa=True)
+        exact.append(attended.transpose(0, 1).masked_fill(~seen.any(1)[:, None, None], 0))
+    owners = torch.tensor(requests)
+    got = ops.paged_attention(query, cache, tables, owners, torch.cat(ranges), head_dim**-0.5, None).float()
+    expected = torch.cat(exact)
+    torch.testing.assert_close(got, expected, rtol=2**-6, atol=2**-6 * float(expected.abs().max()))
 
 
 @torch.inference_mode()
