@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -25,8 +26,7 @@ _ALLOCATIONS: Final = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten
 class CallRecorder:
     """A `Recorder` for a CPU with the kernels.
 
-    A tensor made by `work` has the memory of the tensor made at the same place of an earlier recording, if it fits: one
-    recording runs at a time.
+    A tensor made by `work` has the memory of one that is gone, or of an earlier recording: one runs at a time.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class _Tape(TorchDispatchMode):
     def __init__(self, memory: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._memory = memory
-        self._made: list[Tensor] = []
+        self._lent: list[Any] = [None] * len(memory)  # weak references to the storages there
         self._steps: list[Callable[[], object]] = []
         self._kernels = load_kernels()
         self._kernels.new_calls.restype = ctypes.c_void_p
@@ -100,13 +100,18 @@ class _Tape(TorchDispatchMode):
         return values
 
     def _place(self, value: Tensor) -> Tensor:
-        index = len(self._made)
-        known = self._memory[index] if index < len(self._memory) else None
-        if known is None or known.dtype != value.dtype or known.numel() < value.numel():
-            known = torch.empty(value.numel(), dtype=value.dtype)
-            self._memory[index : index + 1] = [known]
-        self._made.append(known[: value.numel()].view(value.shape))
-        return self._made[index].copy_(value)
+        """Return the value in memory of its own, which is lent while a tensor shares its storage."""
+        memory, lent = self._memory, self._lent
+        free = [n for n, storage in enumerate(lent) if storage is None or storage.expired()]
+        fitting = [n for n in free if memory[n].nbytes >= value.nbytes]
+        if not fitting:
+            fitting = [len(memory)]
+            memory.append(torch.empty(value.nbytes, dtype=torch.uint8))
+            lent.append(None)
+        number = min(fitting, key=lambda n: memory[n].nbytes)
+        place = torch.frombuffer(memory[number].numpy(), dtype=value.dtype, count=value.numel()).view(value.shape)
+        lent[number] = StorageWeakRef(place.untyped_storage())  # type: ignore[no-untyped-call]
+        return place.copy_(value)
 
 
 def _put(compute: Callable[[], Any], places: Sequence[Tensor]) -> None:
