@@ -103,7 +103,9 @@ class DecoderRunner:
         called = self.backend.calls_kernels and self.dtype == torch.bfloat16
         by_calls = called and self.load_report.parameter_bytes <= MAX_CALLED_BYTES
         self.records_graphs = not config.enforce_eager and (self.device.type == "cuda" or by_calls)
-        self.graph_sizes = graph_sizes(self.device, min(config.max_num_seqs, config.max_num_batched_tokens))
+        self.graph_sizes = graph_sizes(self.device, config.max_num_seqs, config.max_num_batched_tokens)
+        # Qwen3-VL's layers get a share of encoder outputs, which no recording has.
+        self._replays_prompts = self.backend.calls_kernels and self.spec.encoder_width == self.spec.hidden_size
         self.graphs: DecodeGraphs | None = None
         self._cross: CrossBatch | None = None
         if self.spec.has_cross_attention:
@@ -135,10 +137,10 @@ class DecoderRunner:
         try:
             self.graphs = DecodeGraphs.record(self.graph_parts(), self.graph_sizes, recorder)
         except UnrecordableError as reason:
-            log.warning("decode steps run eagerly", reason=str(reason))
+            log.warning("steps run eagerly", reason=str(reason))
             return
         seconds, memory = round(time.monotonic() - began_s, 1), in_words(recorder.size_bytes)
-        log.info("decode steps recorded", sizes=self.graphs.sizes, seconds=seconds, memory=memory)
+        log.info("steps recorded", sizes=self.graphs.sizes, seconds=seconds, memory=memory)
 
     def make_recorder(self) -> Recorder:
         return CudaRecorder(self.device) if self.device.type == "cuda" else CallRecorder()
@@ -199,8 +201,8 @@ class DecoderRunner:
         wanted = wanted_rows(step, inputs)
         hidden, queries = None, dict[int, torch.Tensor]()
         adapted = self.adapters is not None and bool(self.adapters.groups)  # no recording has their products
-        if self.graphs is not None and not (pieces or wanted.prompts or adapted):
-            hidden = self._replay(self.graphs, step, inputs, blocks)
+        if not (wanted.prompts or adapted):
+            hidden = self._replay(step, inputs, blocks, pieces)
         if hidden is None:
             aligns = any(step.sequences[index].sampling.alignment for index, _, _ in wanted.prompts)
             hidden = self._compute(step, inputs, blocks, pieces, queries if aligns else None)
@@ -217,14 +219,18 @@ class DecoderRunner:
         return self.buffers.prepare(slots, step.num_tokens)
 
     def _replay(
-        self, graphs: DecodeGraphs, step: ScheduledStep, inputs: StepInputs, blocks: BlockManager
+        self, step: ScheduledStep, inputs: StepInputs, blocks: BlockManager, pieces: ListOf[MergedRows]
     ) -> torch.Tensor | None:
         """Return hidden states by a recorded step; None if no recording fits."""
-        if len(inputs.input_ids) > min(len(step.sequences), graphs.sizes[-1]):
+        graphs, num_tokens = self.graphs, len(inputs.input_ids)
+        if graphs is None or num_tokens > graphs.sizes[-1]:
             return None
-        own = self_metadata(step, inputs, blocks, torch.from_numpy(inputs.block_table), None)
+        if not self._replays_prompts and (pieces or num_tokens > len(step.sequences)):
+            return None
+        block_table, whole_inputs = torch.from_numpy(inputs.block_table), bool(self.spec.whole_input_tokens)
+        own = self_metadata(step, inputs, blocks, block_table, None, whole_inputs=whole_inputs)
         cross = None if self._cross is None else self._cross.metadata(step, inputs, blocks, on_device=False)
-        return graphs.run(inputs, positions_of(step, inputs, uses_mrope=self._uses_mrope), own, cross)
+        return graphs.run(inputs, positions_of(step, inputs, uses_mrope=self._uses_mrope), own, cross, pieces)
 
     def _compute(
         self,

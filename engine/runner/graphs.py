@@ -1,4 +1,4 @@
-"""Decode steps recorded at start for some batch sizes, and replayed with new inputs: as CUDA graphs, on a CPU as calls.
+"""Steps recorded at start for some numbers of tokens, and replayed with new inputs: as CUDA graphs, on a CPU as calls.
 
 Launching the kernels of a decode step one by one takes the host longer than a GPU takes to run them, and a quarter of
 the step of a small model on a CPU. A recording only ever does the same work over the same addresses. So a batch is
@@ -6,16 +6,20 @@ padded up to the next size, and what changes from step to step stands in buffers
 
     rows        int64 [3 + axes, size]     input ids · slots of LastTokens · slot mapping · positions (M-RoPE: 3 axes)
                 one more for Mllama        whether an input stands at a token or before it
+    embeddings  [size, hidden_size]        where prompts are replayed: encoder outputs take the place of some
     self plan, cross plan                  the backend's (DecodePlan)
 
     batch of 3, size 4     a  b  c  pad    padding: token 0 at position 0, one key in block 0, which is nobody's; of an
                                            input it reads nothing
 
+Plans say which steps they serve: FlashInfer's those of decodes, with a token per request. The native backend of CPUs
+has the same kernels for prompts, and steps with parts of these are replayed, too.
+
 Where inputs stand in the prompt (Mllama), requests without any share a batch with others, or have one to themselves.
 They read nothing. Their row says that no input is before them, and layers of cross-attention leave them as they are.
 
-Recorded is what lies between the input ids and the hidden states. Logits and sampling are outside: their shapes vary
-with what requests ask for, and they are few kernels.
+Recorded is what lies between the input ids, or embeddings, and the hidden states. Logits and sampling are outside:
+their shapes vary with what requests ask for, and they are few kernels.
 """
 
 from __future__ import annotations
@@ -29,16 +33,17 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionBackend, DecodePlan, PagedAttentionContext
-from engine.attention.metadata import AttentionMetadata, BoolArray
+from engine.attention.metadata import AttentionMetadata
 from engine.device.recorder import Recorder
 from engine.models.base import DecoderModel
 from engine.runner.last_tokens import LastTokens
+from engine.runner.step import MergedRows, merge_embeddings
 from engine.state.inputs import Staging, StepInputs
 from engine.state.spec import HeadSpec, IntArray
 
 _SMALL_SIZES: Final = (1, 2, 4)
 _SIZE_STEP: Final = 8
-_CPU_SIZES: Final = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
+_CPU_SIZES: Final = (*range(1, 8), *range(8, 16, 2), *range(16, 32, 4), *range(32, 64, 8), *range(64, 193, 16))
 _POSITIONS: Final = 3
 """Rows before those of the positions."""
 
@@ -60,21 +65,22 @@ class GraphParts:
     inputs_in_prompt: bool
 
 
-def graph_sizes(device: torch.device, max_num_seqs: int) -> list[int]:
-    """Return the batch sizes to record: 1, 2, 4, 8, 16, 24 … and the largest possible batch. On a CPU _CPU_SIZES, for
-    padding is work there and large batches gain little."""
+def graph_sizes(device: torch.device, max_num_seqs: int, max_tokens: int) -> list[int]:
+    """Return the numbers of tokens to record: 1, 2, 4, 8, 16, 24 … and the largest possible batch. On a CPU _CPU_SIZES,
+    for padding is work there and large steps gain little."""
     if device.type == "cpu":
-        return [size for size in _CPU_SIZES if size <= max_num_seqs]
+        return [size for size in _CPU_SIZES if size <= max_tokens]
+    max_num_seqs = min(max_num_seqs, max_tokens)
     steps = range(_SIZE_STEP, max_num_seqs, _SIZE_STEP)
     return [*(size for size in (*_SMALL_SIZES, *steps) if size < max_num_seqs), max_num_seqs]
 
 
 class UnrecordableError(Exception):
-    """Decode steps of this model, with this attention backend, are never the same work; the message says why."""
+    """Steps of this model, with this attention backend, are never the same work; the message says why."""
 
 
 class DecodeGraphs:
-    """Recorded decode steps, by batch size. `num_replays` counts replayed steps."""
+    """Recorded steps, by number of tokens. `num_replays` counts replayed steps."""
 
     def __init__(self, recordings: Sequence[_Recording]) -> None:
         self._recordings = sorted(recordings, key=lambda recording: recording.size)
@@ -103,24 +109,29 @@ class DecodeGraphs:
         return [recording.size for recording in self._recordings]
 
     def run(
-        self, inputs: StepInputs, positions: IntArray, own: AttentionMetadata, cross: AttentionMetadata | None
+        self,
+        inputs: StepInputs,
+        positions: IntArray,
+        own: AttentionMetadata,
+        cross: AttentionMetadata | None,
+        pieces: Sequence[MergedRows] = (),
     ) -> Tensor | None:
-        """Return hidden states [n, hidden_size] of a step with one token for each of n sequences, valid until the next
-        call; None if no recording fits.
+        """Return hidden states [n, hidden_size] of a step of n tokens, valid until the next call; None if no recording
+        fits.
 
         positions int64 [n], or [3, n] with M-RoPE. `own` and `cross` need no tensors on the device; `cross` is None
-        where nobody reads an input.
+        where nobody reads an input. `pieces`, on a CPU alone, are as wide as embeddings.
         """
         count = len(inputs.input_ids)
         recording = next((one for one in self._recordings if one.size >= count), None)
         if recording is None or not recording.prepare(own, cross):
             return None
         self.num_replays += 1
-        return recording.run(inputs, positions, None if cross is None else cross.after_input)[:count]
+        return recording.run(inputs, positions, cross, pieces)[:count]
 
 
 class _Recording:
-    """Inputs, plans and recorded work of one batch size."""
+    """Inputs, plans and recorded work of one number of tokens."""
 
     def __init__(
         self, parts: GraphParts, size: int, self_plan: DecodePlan, cross_plan: DecodePlan | None, recorder: Recorder
@@ -134,13 +145,15 @@ class _Recording:
         self._staging = Staging(parts.caches[0].device, num_rows * size)
         self._shape = num_rows, size
         [self._rows] = self._staging.send(self._staging.take(*self._shape))
+        embeddings = parts.caches[0].new_zeros(size, parts.model.spec.hidden_size)
+        self._embeddings = embeddings if parts.backend.calls_kernels else None
         nothing = _no_requests(causal=False) if cross_plan is not None else None
         if not self.prepare(_no_requests(causal=True), nothing):
             raise ValueError(f"attention backend {parts.backend.name!r} has a plan that does not serve its own padding")
         self._replay = recorder.record(self._work)
 
     def prepare(self, own: AttentionMetadata, cross: AttentionMetadata | None) -> bool:
-        """Adapt the plans to a batch of up to `size` requests; return False if the plans do not serve the batch."""
+        """Adapt the plans to a step of up to `size` tokens; return False if the plans do not serve the step."""
         if cross is None and self._tells_inputs:
             cross = _no_requests(causal=False)
         if (cross is None) != (self._cross_plan is None):
@@ -156,8 +169,10 @@ class _Recording:
         self._self_plan.update(own)
         return True
 
-    def run(self, inputs: StepInputs, positions: IntArray, after_input: BoolArray | None) -> Tensor:
-        """Return [size, hidden_size]. Call `prepare` for the same batch first; `after_input` belongs to `cross`."""
+    def run(
+        self, inputs: StepInputs, positions: IntArray, cross: AttentionMetadata | None, pieces: Sequence[MergedRows]
+    ) -> Tensor:
+        """Return [size, hidden_size]. Call `prepare` for the same step first."""
         self._staging.begin()
         rows, count = self._staging.take(*self._shape), len(inputs.input_ids)
         rows[:] = 0
@@ -165,14 +180,20 @@ class _Recording:
         rows[1, :count] = inputs.request_indices
         rows[2, :count] = inputs.slot_mapping
         rows[_POSITIONS : self._end, :count] = positions
-        if after_input is not None:
-            rows[self._end, :count] = after_input
+        if cross is not None and cross.after_input is not None:
+            rows[self._end, :count] = cross.after_input
         self._staging.send(rows)
+        if self._embeddings is not None:
+            merge_embeddings(self._embeddings.copy_(self._embed()), pieces, self._embeddings.dtype)
         return self._replay()
+
+    def _embed(self) -> Tensor:
+        input_ids, slots = self._rows[:2]
+        return self._parts.model.embed(self._parts.last_tokens.fill(input_ids, slots))
 
     def _work(self) -> Tensor:
         parts = self._parts
-        input_ids, slots, slot_mapping = self._rows[:_POSITIONS]
+        slot_mapping = self._rows[2]
         positions = self._rows[_POSITIONS : self._end] if self._has_axes else self._rows[_POSITIONS]
         context = PagedAttentionContext(
             parts.backend,
@@ -182,7 +203,7 @@ class _Recording:
             self._cross_plan,
             self._rows[self._end].bool() if self._tells_inputs else None,
         )
-        embeddings = parts.model.embed(parts.last_tokens.fill(input_ids, slots))
+        embeddings = self._embed() if self._embeddings is None else self._embeddings
         hidden: Tensor = parts.model(embeddings, positions, context)
         return hidden
 
@@ -214,23 +235,23 @@ def _make_plans(parts: GraphParts, size: int) -> tuple[DecodePlan, DecodePlan | 
 
 
 def padded(metadata: AttentionMetadata, size: int) -> AttentionMetadata:
-    """Pad the decodes to `size` rows. A padding row has one key, in block 0, and no cross-attention key."""
-    num_requests, table = metadata.num_requests, metadata.table
-    if num_requests == size:
+    """Pad a step to `size` tokens. A padding token has one key, in block 0, and no cross-attention key."""
+    num_requests, table, num_tokens = metadata.num_requests, metadata.table, metadata.query_start_loc[-1]
+    if num_tokens == size:
         return metadata
-    more = size - num_requests
+    more = size - num_tokens
     blocks, num_keys = ([0], 1) if metadata.causal else ([], 0)
-    whole = np.zeros((size, max(1, table.shape[1])), np.int64)
+    whole = np.zeros((num_requests + more, max(1, table.shape[1])), np.int64)
     whole[:num_requests, : table.shape[1]] = table
     ranges, after, first = metadata.key_ranges, metadata.after_input, metadata.num_computed_tokens
     return replace(
         metadata,
-        query_start_loc=list(range(size + 1)),
+        query_start_loc=[*metadata.query_start_loc, *range(num_tokens + 1, size + 1)],
         seq_lens=metadata.seq_lens + [num_keys] * more,
         block_table=torch.from_numpy(whole),
         block_lists=metadata.block_lists + [blocks] * more,
         slot_mapping=None,
-        num_decodes=size,
+        num_decodes=metadata.num_decodes + more,
         key_ranges=None if ranges is None else np.pad(ranges, ((0, more), (0, 0))),
         after_input=None if after is None else np.pad(after, (0, more)),
         host_table=whole,

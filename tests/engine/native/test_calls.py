@@ -14,7 +14,7 @@ from common.model_info import ModelInfo, load_model_info
 from engine.core.decoder_engine import DecoderEngine
 from engine.native import build, ops
 from engine.native.calls import CallRecorder
-from tests.engine.driving import greedy, make_engine, text
+from tests.engine.driving import Job, greedy, make_engine, text, text_tokens
 from tests.engine.runner.test_graphs import FAMILIES, graphs_of, mixed_jobs, run_staggered
 from tests.tiny.text import make_mistral
 
@@ -44,6 +44,23 @@ def test_replayed_steps_say_what_eager_ones_say(family: str, request: pytest.Fix
         assert engine.runner.graphs is None
     else:
         assert graphs_of(engine).num_replays > 10
+
+
+@pytest.mark.parametrize("family", ["tiny_llama", "tiny_vision", "tiny_mllama"])
+def test_parts_of_prompts_are_replayed_beside_decodes(family: str, request: pytest.FixtureRequest) -> None:
+    info: ModelInfo = request.getfixturevalue(family)
+    rows = {"tiny_vision": 30, "tiny_mllama": 4}.get(family, 0)
+    tokens = [*text_tokens(20, 1), *([info.placeholder_token_id or 0] if rows else []), *text_tokens(25, 3)]
+    jobs = [
+        Job(f"prompt {number}", tokens[number:], greedy(12), [(f"content {number}", rows)] if rows else [])
+        for number in range(4)
+    ]
+    options = {"max_num_batched_tokens": 24, "prefix_caching": False}
+    expected = run_staggered(engine_of(info, enforce_eager=True, **options), jobs).tokens
+    engine = engine_of(info, **options)
+    assert run_staggered(engine, jobs).tokens == expected
+    stats = engine.stats()
+    assert stats["steps_replayed_total"] == stats["steps_total"]
 
 
 @pytest.mark.parametrize("sliding_window", [1, 6])
