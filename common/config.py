@@ -156,7 +156,7 @@ class EngineConfig(BaseModel):
         "auto", "Name of the attention backend; auto chooses by device, dtype and phase.", "Engine"
     )
     enforce_eager: bool = _setting(
-        False, "Record no decode steps (CUDA graphs; calls on a CPU): slower, and starts sooner.", "Engine"
+        False, "Record no steps (CUDA graphs; calls on a CPU): slower, and starts sooner.", "Engine"
     )
 
 

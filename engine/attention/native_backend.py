@@ -34,14 +34,14 @@ class NativeDecodePlan(DecodePlan):
         self, num_requests: int, max_blocks: int, block_size: int, windows: Iterable[int | None], *, causal: bool
     ) -> None:
         super().__init__(num_requests, max_blocks, block_size, causal=causal)
-        self.tables = torch.zeros(num_requests, max_blocks, dtype=torch.int64)
+        self.tables = torch.from_numpy(np.zeros((num_requests, max_blocks), np.int64))  # memory comes as rows are used
         self.requests = torch.zeros(num_requests, dtype=torch.int64)
         self.key_ranges = {window: torch.zeros(num_requests, 2, dtype=torch.int64) for window in (None, *windows)}
 
     def _served_keys(self, metadata: AttentionMetadata) -> IntArray | None:
-        fits = max(metadata.seq_lens, default=0) <= self.max_blocks * self.block_size
-        served = fits and metadata.causal == self.causal and metadata.query_start_loc[-1] == self.num_requests
-        return np.asarray(metadata.seq_lens) if served else None
+        ends = metadata.seq_lens if metadata.key_ranges is None else metadata.key_ranges[:, 1]
+        fits = max(ends, default=0) <= self.max_blocks * self.block_size and metadata.causal == self.causal
+        return np.asarray(metadata.seq_lens) if fits and metadata.query_start_loc[-1] == self.num_requests else None
 
     def _update(self, metadata: AttentionMetadata, num_keys: IntArray) -> None:
         width = min(metadata.table.shape[1], self.max_blocks)

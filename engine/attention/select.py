@@ -39,7 +39,7 @@ class BackendEntry:
     make: Callable[[torch.device, torch.dtype, HeadSpec], AttentionBackend]
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype]
-    decode_only: frozenset[torch.dtype] = frozenset()
+    only_decodes: Callable[[torch.dtype, HeadSpec], bool] = lambda *_: False
     max_head_dim: float = math.inf
 
     def serves(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -124,7 +124,7 @@ BACKENDS: Final[dict[str, BackendEntry]] = {
         _native_backend,
         devices=frozenset({"cpu"}),
         dtypes=frozenset({torch.float32, torch.bfloat16}),
-        decode_only=frozenset({torch.float32}),
+        only_decodes=lambda dtype, heads: dtype == torch.float32 or heads.biased,  # prompts would go token by token
         max_head_dim=256,
     ),
     "torch": BackendEntry(
@@ -189,7 +189,7 @@ def _choose(
     is_fallback = False
     for name in order:
         entry = BACKENDS[name]
-        only_decodes = phase == "prefill" and dtype in entry.decode_only
+        only_decodes = phase == "prefill" and entry.only_decodes(dtype, heads)
         if only_decodes or not entry.serves(device, dtype, heads.head_dim):
             continue
         try:

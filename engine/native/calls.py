@@ -26,7 +26,8 @@ _ALLOCATIONS: Final = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten
 class CallRecorder:
     """A `Recorder` for a CPU with the kernels.
 
-    A tensor made by `work` has the memory of one that is gone, or of an earlier recording: one runs at a time.
+    A tensor of `work` has the memory of one that is gone, if kernels alone used it, or of an earlier recording: one
+    recording runs at a time.
     """
 
     def __init__(self) -> None:

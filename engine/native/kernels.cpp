@@ -534,7 +534,8 @@ std::vector<Run> runs_of(const int64_t* requests, const int64_t* ranges, int64_t
         };
         count = 1;
         while (together && token + count < num_tokens && belongs(token + count)) count++;
-        const bool steady = count > 1 && step(token, 0) >= 0 && step(token, 1) >= 0 && ranges[2 * token + 1] > ranges[2 * token];
+        const auto has_keys = [=](int64_t t) { return ranges[2 * t + 1] > ranges[2 * t]; };
+        const bool steady = count > 1 && step(token, 0) >= 0 && step(token, 1) >= 0 && has_keys(token) && has_keys(token + count - 1);
         const int64_t most = std::clamp<int64_t>(count * num_kv_heads / omp_get_max_threads(), 3 * kFewTokens, kManyTokens);
         const int64_t parts = count < kFewTokens || !steady ? count : (count + most - 1) / most;
         for (int64_t part = 0; part < parts; part++) {

@@ -235,7 +235,7 @@ def _make_plans(parts: GraphParts, size: int) -> tuple[DecodePlan, DecodePlan | 
 
 
 def padded(metadata: AttentionMetadata, size: int) -> AttentionMetadata:
-    """Pad a step to `size` tokens. A padding token has one key, in block 0, and no cross-attention key."""
+    """Pad a step to `size` tokens. A padding token has one key, in block 0, or none, as in cross-attention."""
     num_requests, table, num_tokens = metadata.num_requests, metadata.table, metadata.query_start_loc[-1]
     if num_tokens == size:
         return metadata

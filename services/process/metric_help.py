@@ -23,7 +23,7 @@ HELP: Final[dict[str, str]] = {
     "steps_total": "Forward passes of the decoder.",
     "steps_ahead_total": "Those of them launched before the tokens of the one before were known.",
     "steps_replayed_total": "Forward passes that were replayed from recordings: CUDA graphs, calls on a CPU.",
-    "steps_recorded": "Batch sizes for which a decode step was recorded ahead; 0 where every step is launched anew.",
+    "steps_recorded": "Numbers of tokens for which a step was recorded ahead; 0 where every step is launched anew.",
     "attention_fallback": "1 where PyTorch computes a decoder's attention because better kernels do not run.",
     "layers_fallback": "1 where PyTorch computes a decoder's small layers on a GPU because our kernels do not run.",
     "cross_plans_reused_total": "Plans of cross-attention that served another step, because the batch stayed the same.",

@@ -160,7 +160,7 @@ def test_phases_may_differ_and_what_cannot_run_is_passed_over(monkeypatch: pytes
     cpu, half = frozenset({"cpu"}), frozenset({torch.bfloat16})
     entries = {
         "absent": select.BackendEntry(missing, cpu, half),
-        "decoder": select.BackendEntry(lambda device, *_: TorchBackend(device), cpu, half, half),
+        "decoder": select.BackendEntry(lambda device, *_: TorchBackend(device), cpu, half, lambda *_: True),
         "torch": BACKENDS["torch"],
     }
     monkeypatch.setattr(select, "BACKENDS", entries)

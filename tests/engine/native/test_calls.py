@@ -16,6 +16,7 @@ from engine.native import build, ops
 from engine.native.calls import CallRecorder
 from tests.engine.driving import Job, greedy, make_engine, text, text_tokens
 from tests.engine.runner.test_graphs import FAMILIES, graphs_of, mixed_jobs, run_staggered
+from tests.tiny.gemma3 import make_gemma3
 from tests.tiny.text import make_mistral
 
 
@@ -58,6 +59,22 @@ def test_parts_of_prompts_are_replayed_beside_decodes(family: str, request: pyte
     options = {"max_num_batched_tokens": 24, "prefix_caching": False}
     expected = run_staggered(engine_of(info, enforce_eager=True, **options), jobs).tokens
     engine = engine_of(info, **options)
+    assert run_staggered(engine, jobs).tokens == expected
+    stats = engine.stats()
+    assert stats["steps_replayed_total"] == stats["steps_total"]
+
+
+def test_inputs_that_see_themselves_in_both_directions_are_replayed(tmp_path: Path) -> None:
+    """And beside them windows, which begin behind the first key: Gemma 3 has both."""
+    info = load_model_info(str(make_gemma3(tmp_path)))
+    rows, placeholder = int(info.config["mm_tokens_per_image"]), info.placeholder_token_id
+    assert placeholder is not None
+    jobs = [
+        Job(f"prompt {n}", [*text_tokens(9 + n, n), placeholder, *text_tokens(14, 5)], greedy(9), [(f"one {n}", rows)])
+        for n in range(3)
+    ]
+    expected = run_staggered(engine_of(info, enforce_eager=True), jobs).tokens
+    engine = engine_of(info)
     assert run_staggered(engine, jobs).tokens == expected
     stats = engine.stats()
     assert stats["steps_replayed_total"] == stats["steps_total"]
