@@ -23,7 +23,7 @@ from common.errors import TriptychError
 from common.process import malloc
 from common.telemetry import get_logger
 
-MEDIA_NICENESS: Final = 19
+MEDIA_NICENESS: Final = 10
 """Of threads that work on media: decoders on the same cores come first. A tenth of a contested core is left."""
 P = ParamSpec("P")
 T = TypeVar("T")
