@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "calls.h"
@@ -368,6 +369,7 @@ struct KeyRange {
 
     int64_t begin_of(int64_t row) const { return begin + row * begin_step; }
     int64_t end_of(int64_t row) const { return end + row * end_step; }
+    KeyRange from(int64_t row) const { return {begin_of(row), end_of(row), begin_step, end_step}; }
 };
 
 // The operands of one head, paired as the product of pairs wants them. kDim is head_dim where it is known when this is
@@ -408,9 +410,19 @@ struct PackedHead {
         std::fill(values.begin() + twos * value_lines(), values.end(), Line{});
     }
 
-    // kQueries rows of queries (query_stride apart) -> as many rows of out (out_stride apart). Row q sees the keys of
-    // `seen` for row q.
-    void attend(const bf16* query, int64_t query_stride, float scale, bf16* out, int64_t out_stride, KeyRange seen) {
+    // `count` rows of queries, kQueries at least, query_stride apart -> as many rows of out, out_stride apart. Row q sees
+    // the keys of `seen` for row q.
+    void attend(const bf16* query, int64_t query_stride, int64_t count, float scale, bf16* out, int64_t out_stride,
+                KeyRange seen) {
+        for (int64_t i = 0; i < count; i += kQueries) {
+            const int64_t first = std::min<int64_t>(i, count - kQueries);  // the last ones overlap
+            attend_few(query + first * query_stride, query_stride, scale, out + first * out_stride, out_stride, seen.from(first));
+        }
+    }
+
+   private:
+    // kQueries rows.
+    void attend_few(const bf16* query, int64_t query_stride, float scale, bf16* out, int64_t out_stride, KeyRange seen) {
         const int64_t wide = kWide * kLanes, start = seen.begin / wide * wide;
         const int64_t width = (seen.end_of(kQueries - 1) + wide - 1) / wide * wide;
         float* score = (float*)scores.data();
@@ -434,7 +446,6 @@ struct PackedHead {
         }
     }
 
-   private:
     // kWidth * 16 columns of the weighted values from `start` to `width`.
     template <int kWidth>
     void sum_values(int64_t line, int64_t start, int64_t width, const float* factors, bf16* out, int64_t out_stride) const {
@@ -488,11 +499,7 @@ void dense_attention(const bf16* query, Strides of_query, const bf16* key, Strid
                         [=](int64_t i) { return values + i * of_value.token; }, num_keys, head_dim);
             const bf16* from = of_query.at(query, item, head);
             bf16* to = out + item * num_queries * out_stride + head * head_dim;
-            for (int64_t i = 0; i < num_queries; i += kQueries) {
-                const int64_t first = std::min<int64_t>(i, num_queries - kQueries);  // the last ones overlap
-                packed.attend(from + first * of_query.token, of_query.token, scale, to + first * out_stride, out_stride,
-                              {0, num_keys, 0, 0});
-            }
+            packed.attend(from, of_query.token, num_queries, scale, to, out_stride, {0, num_keys, 0, 0});
         }
 }
 
@@ -525,7 +532,8 @@ struct Run {
 constexpr int kFewTokens = 8, kManyTokens = 192;  // fewer tokens are computed one by one, more in parts
 
 // Tokens [num_tokens] of `requests` with their key ranges, as runs; one by one unless `together`.
-std::vector<Run> runs_of(const int64_t* requests, const int64_t* ranges, int64_t num_tokens, bool together, int64_t num_kv_heads) {
+std::vector<Run> runs_of(const int64_t* requests, const int64_t* ranges, int64_t num_tokens, bool together,
+                         int64_t num_kv_heads) {
     std::vector<Run> runs;
     for (int64_t token = 0, count; token < num_tokens; token += count) {
         const auto step = [=](int64_t t, int side) { return ranges[2 * (t + 1) + side] - ranges[2 * t + side]; };
@@ -534,15 +542,15 @@ std::vector<Run> runs_of(const int64_t* requests, const int64_t* ranges, int64_t
         };
         count = 1;
         while (together && token + count < num_tokens && belongs(token + count)) count++;
+        const int64_t begin_step = count > 1 ? step(token, 0) : 0, end_step = count > 1 ? step(token, 1) : 0;
         const auto has_keys = [=](int64_t t) { return ranges[2 * t + 1] > ranges[2 * t]; };
-        const bool steady = count > 1 && step(token, 0) >= 0 && step(token, 1) >= 0 && has_keys(token) && has_keys(token + count - 1);
+        const bool steady = begin_step >= 0 && end_step >= 0 && has_keys(token) && has_keys(token + count - 1);
         const int64_t most = std::clamp<int64_t>(count * num_kv_heads / omp_get_max_threads(), 3 * kFewTokens, kManyTokens);
         const int64_t parts = count < kFewTokens || !steady ? count : (count + most - 1) / most;
         for (int64_t part = 0; part < parts; part++) {
             const int64_t first = token + part * count / parts, last = token + (part + 1) * count / parts;
-            const bool single = last - first == 1;
-            runs.push_back({first, last - first, requests[first],
-                            {ranges[2 * first], ranges[2 * first + 1], single ? 0 : step(first, 0), single ? 0 : step(first, 1)}});
+            const KeyRange seen{ranges[2 * first], ranges[2 * first + 1], begin_step, end_step};
+            runs.push_back({first, last - first, requests[first], seen});
         }
     }
     return runs;
@@ -580,28 +588,23 @@ void attend_run(const bf16* query, int64_t query_stride, const Cache<bf16>& cach
     const int64_t *at = offsets.data(), value_offset = cache.value_offset;
     packed.pack([=](int64_t i) { return keys + at[i]; }, [=](int64_t i) { return keys + value_offset + at[i]; }, end - begin,
                 cache.head_dim);
+    const KeyRange seen{0, run.seen.end - begin, run.seen.begin_step, run.seen.end_step};
     for (int64_t h = 0; h < group; h++)
-        for (int64_t i = 0; i < run.count; i += kQueries) {
-            const int64_t first = std::min<int64_t>(i, run.count - kQueries);  // the last ones overlap
-            const KeyRange& seen = run.seen;
-            packed.attend(query + first * query_stride + h * cache.head_dim, query_stride, scale,
-                          out + first * out_stride + h * cache.head_dim, out_stride,
-                          {seen.begin_of(first) - begin, seen.end_of(first) - begin, seen.begin_step, seen.end_step});
-        }
+        packed.attend(query + h * cache.head_dim, query_stride, run.count, scale, out + h * cache.head_dim, out_stride, seen);
 }
 void attend_run(const bf16* query, int64_t query_stride, const Cache<bf16>& cache, const Run& run, int64_t kv_head,
                 int64_t group, float scale, bf16* out, int64_t out_stride) {
     const auto attend = cache.head_dim == 64 ? attend_run<64> : cache.head_dim == 128 ? attend_run<128> : attend_run<0>;
     attend(query, query_stride, cache, run, kv_head, group, scale, out, out_stride);
 }
-void attend_run(const float*, int64_t, const Cache<float>&, const Run&, int64_t, int64_t, float, float*, int64_t) {}
 
 template <typename T>
 void paged_attention(const T* query, int64_t query_stride, const Cache<T>& cache, const int64_t* requests,
                      const int64_t* key_ranges, const float* bias, int64_t bias_len, T* out, int64_t num_tokens,
                      int64_t num_heads, float scale) {
     const int64_t group = num_heads / cache.num_kv_heads, head_dim = cache.head_dim, out_stride = num_heads * head_dim;
-    const bool together = sizeof(T) == sizeof(bf16) && !bias && head_dim % 2 == 0;
+    constexpr bool kPacks = std::is_same_v<T, bf16>;
+    const bool together = kPacks && !bias && head_dim % 2 == 0;
     const std::vector<Run> runs = runs_of(requests, key_ranges, num_tokens, together, cache.num_kv_heads);
 #pragma omp parallel for collapse(2) schedule(dynamic, 1)
     for (size_t r = 0; r < runs.size(); r++)
@@ -610,9 +613,11 @@ void paged_attention(const T* query, int64_t query_stride, const Cache<T>& cache
             const int64_t head = kv_head * group;
             const T* from = query + run.token * query_stride + head * head_dim;
             T* to = out + run.token * out_stride + head * head_dim;
-            if (run.count > 1) {
-                attend_run(from, query_stride, cache, run, kv_head, group, scale, to, out_stride);
-                continue;
+            if constexpr (kPacks) {
+                if (run.count > 1) {
+                    attend_run(from, query_stride, cache, run, kv_head, group, scale, to, out_stride);
+                    continue;
+                }
             }
             const float* addends = bias ? bias + (head * num_tokens + run.token) * bias_len + run.seen.begin : nullptr;
             attend_one(from, cache, run, kv_head, group, addends, num_tokens * bias_len, scale, to);
@@ -650,19 +655,21 @@ void linear(const bf16* x, int64_t x_stride, const bf16* w, const bf16* bias, bf
 //   tables      [num_requests, table_stride] blocks of each request
 //   requests    [num_tokens] the request of each token; key_ranges [num_tokens, 2]
 //   bias        null or [num_heads, num_tokens, bias_len], added to the scaled scores
-void paged_attention_bf16(const bf16* query, int64_t query_stride, const bf16* cache, int64_t value_offset, const int64_t* tables,
-                          int64_t table_stride, const int64_t* requests, const int64_t* key_ranges, const float* bias,
-                          int64_t bias_len, bf16* out, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,
-                          int64_t head_dim, int64_t block_size, float scale) {
+void paged_attention_bf16(const bf16* query, int64_t query_stride, const bf16* cache, int64_t value_offset,
+                          const int64_t* tables, int64_t table_stride, const int64_t* requests,
+                          const int64_t* key_ranges, const float* bias, int64_t bias_len, bf16* out,
+                          int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+                          int64_t block_size, float scale) {
     const Cache<bf16> blocks{cache, value_offset, tables, table_stride, num_kv_heads, head_dim, block_size};
     kept([=] {
         paged_attention(query, query_stride, blocks, requests, key_ranges, bias, bias_len, out, num_tokens, num_heads, scale);
     });
 }
-void paged_attention_f32(const float* query, int64_t query_stride, const float* cache, int64_t value_offset, const int64_t* tables,
-                          int64_t table_stride, const int64_t* requests, const int64_t* key_ranges, const float* bias,
-                          int64_t bias_len, float* out, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,
-                          int64_t head_dim, int64_t block_size, float scale) {
+void paged_attention_f32(const float* query, int64_t query_stride, const float* cache, int64_t value_offset,
+                         const int64_t* tables, int64_t table_stride, const int64_t* requests,
+                         const int64_t* key_ranges, const float* bias, int64_t bias_len, float* out,
+                         int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+                         int64_t block_size, float scale) {
     const Cache<float> blocks{cache, value_offset, tables, table_stride, num_kv_heads, head_dim, block_size};
     kept([=] {
         paged_attention(query, query_stride, blocks, requests, key_ranges, bias, bias_len, out, num_tokens, num_heads, scale);

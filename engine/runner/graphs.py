@@ -145,8 +145,8 @@ class _Recording:
         self._staging = Staging(parts.caches[0].device, num_rows * size)
         self._shape = num_rows, size
         [self._rows] = self._staging.send(self._staging.take(*self._shape))
-        embeddings = parts.caches[0].new_zeros(size, parts.model.spec.hidden_size)
-        self._embeddings = embeddings if parts.backend.calls_kernels else None
+        hidden_size = parts.model.spec.hidden_size
+        self._embeddings = parts.caches[0].new_zeros(size, hidden_size) if parts.backend.calls_kernels else None
         nothing = _no_requests(causal=False) if cross_plan is not None else None
         if not self.prepare(_no_requests(causal=True), nothing):
             raise ValueError(f"attention backend {parts.backend.name!r} has a plan that does not serve its own padding")
