@@ -44,7 +44,8 @@ def test_paged_equals_dense(
 ) -> None:
     paged = Paged(shape, dtype, seed)
     expected = dense(paged.query, paged.key, paged.value, paged.mask(paged.allowed()), scale)
-    assert_equal(paged.attend(backend, scale=scale), expected, dtype)
+    spread = 1.0 if scale is None else scale * shape.head_dim**0.5
+    assert_equal(paged.attend(backend, scale=scale), expected, dtype, spread=spread)
 
 
 @pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
