@@ -27,7 +27,7 @@ from engine.processors import ProcessedInput
 from engine.processors.qwen2_audio import num_output_tokens
 from engine.state.inputs import EncoderRows
 from tests.engine.models.dense import DenseAttention, decoder_of, edit_json, logits_of
-from tests.engine.models.encoders import QWEN_SIZES, assert_outputs_equal, encoder_of, pictures
+from tests.engine.models.encoders import PATCHES_ATOL, QWEN_SIZES, assert_outputs_equal, encoder_of, pictures
 from tests.engine.models.test_decoders import assert_equal_logits
 from tests.equality.conftest import MAKERS
 from tests.equality.processors import image_processor
@@ -148,7 +148,7 @@ def test_pictures_equal_transformers_alone_and_together(folders: Folders, name: 
         stacked = [layer if torch.is_tensor(layer) else layer[0] for layer in layers]
         return torch.cat((features.pooler_output[0], *stacked), dim=-1)
 
-    assert_outputs_equal(folders[name], pictures(folders[name]), expected, atol=2e-5)
+    assert_outputs_equal(folders[name], pictures(folders[name]), expected, atol=PATCHES_ATOL)
 
 
 def test_clips_equal_transformers_alone_and_together(folders: Folders) -> None:
