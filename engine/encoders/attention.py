@@ -179,10 +179,7 @@ class EncoderAttention:
         heads = HeadSpec(num_heads, key.shape[1], head_dim, biased=_adds(attention_mask, more.get("position_bias")))
         masked = attention_mask is not None or heads.biased
         if dropout != 0.0 or (masked and not self._ragged.serves(heads, query.dtype)):
-            attended, _ = sdpa_attention_forward(
-                module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **more
-            )
-            return attended, None
+            return attend(module, query, key, value, attention_mask, scaling, dropout, **more)
         if attention_mask is not None:
             sequences = self._under(attention_mask, batch, size)
         else:

@@ -19,19 +19,16 @@ from engine.processors import ProcessedInput
 class LlavaEncoder(EncoderModel):
     """Images of equal size, stacked: CLIP or SigLIP, then the projection of selected hidden states."""
 
+    projector: type[nn.Module] = LlavaMultiModalProjector
+    """transformers' own class."""
+
     def __init__(self, config: Any) -> None:
-        self._read(config)
+        self._config = config
         self._tower: Any = AutoModel.from_config(config.vision_config)
         self.unmasked = self._tower
-        self._projector = LlavaMultiModalProjector(config)
+        self._projector = self.projector(config)
         self.module: nn.Module = nn.ModuleDict({"tower": self._tower, "projector": self._projector})
         self.layout = tower_layout(self._tower)
-
-    def _read(self, config: Any) -> None:
-        """Read which hidden states count, and whether the row of the class does."""
-        layers = config.vision_feature_layer
-        self._layers: list[int] = [layers] if isinstance(layers, int) else list(layers)
-        self._first_row = 1 if config.vision_feature_select_strategy == "default" else 0
 
     def finish_loading(self, device: torch.device) -> None:
         # Row numbers 0, 1, ... of its position embedding are in no checkpoint.
@@ -48,8 +45,10 @@ class LlavaEncoder(EncoderModel):
 
     def _features(self, pixels: Tensor) -> Tensor:
         """Return what the projector reads: [images, 3, height, width] -> [images, rows, width]."""
+        layers = self._config.vision_feature_layer
+        first_row = 1 if self._config.vision_feature_select_strategy == "default" else 0  # without that of the class
         states = self._tower(pixels, output_hidden_states=True).hidden_states
-        return torch.cat([states[layer][:, self._first_row :] for layer in self._layers], dim=-1)
+        return torch.cat([states[n][:, first_row:] for n in ([layers] if isinstance(layers, int) else layers)], dim=-1)
 
 
 def tower_layout(tower: nn.Module) -> CheckpointLayout:

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel
 from transformers.models.llava_next.modeling_llava_next import LlavaNextModel, LlavaNextMultiModalProjector
 
 from engine.device.h2d import send_tensor
-from engine.encoders.llava import LlavaEncoder, tower_layout
+from engine.encoders.llava import LlavaEncoder
 from engine.models.base import CheckpointLayout
 from engine.processors import ProcessedInput
 
@@ -21,17 +20,13 @@ from engine.processors import ProcessedInput
 class LlavaNextEncoder(LlavaEncoder):
     """All tiles of a batch through the tower, then those of each image as lines, which a learned row ends."""
 
+    projector = LlavaNextMultiModalProjector
+
     def __init__(self, config: Any) -> None:
-        self._read(config)
-        self._config = config
-        self._tower: Any = AutoModel.from_config(config.vision_config)
-        self.unmasked = self._tower
-        self._projector = LlavaNextMultiModalProjector(config)
-        self.module: nn.Module = nn.ModuleDict({"tower": self._tower, "projector": self._projector})
+        super().__init__(config)
         self.module.register_parameter("image_newline", nn.Parameter(torch.empty(config.text_config.hidden_size)))
         newline = {"image_newline": "image_newline", "model.image_newline": "image_newline"}
-        tower = tower_layout(self._tower)
-        self.layout = CheckpointLayout({**tower.prefixes, **newline}, ignored=tower.ignored)
+        self.layout = CheckpointLayout({**self.layout.prefixes, **newline}, ignored=self.layout.ignored)
 
     @torch.inference_mode()
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
