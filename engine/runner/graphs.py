@@ -38,12 +38,13 @@ from engine.device.recorder import Recorder
 from engine.models.base import DecoderModel
 from engine.runner.last_tokens import LastTokens
 from engine.runner.step import MergedRows, merge_embeddings
-from engine.state.inputs import Staging, StepInputs
+from engine.state.inputs import Staging, StepInputs, tile_of
 from engine.state.spec import HeadSpec, IntArray
 
 _SMALL_SIZES: Final = (1, 2, 4)
 _SIZE_STEP: Final = 8
-_CPU_SIZES: Final = (*range(1, 8), *range(8, 16, 2), *range(16, 32, 4), *range(32, 64, 8), *range(64, 193, 16))
+_MAX_CPU_SIZE: Final = 192
+"""Larger steps gain little."""
 _POSITIONS: Final = 3
 """Rows before those of the positions."""
 
@@ -66,10 +67,10 @@ class GraphParts:
 
 
 def graph_sizes(device: torch.device, max_num_seqs: int, max_tokens: int) -> list[int]:
-    """Return the numbers of tokens to record: 1, 2, 4, 8, 16, 24 … and the largest possible batch. On a CPU _CPU_SIZES,
-    for padding is work there and large steps gain little."""
+    """Return the numbers of tokens to record: 1, 2, 4, 8, 16, 24 … and the largest possible batch. On a CPU, where
+    padding is work, all of whole tiles."""
     if device.type == "cpu":
-        return [size for size in _CPU_SIZES if size <= max_tokens]
+        return [size for size in range(1, min(max_tokens, _MAX_CPU_SIZE) + 1) if size % tile_of(size) == 0]
     max_num_seqs = min(max_num_seqs, max_tokens)
     steps = range(_SIZE_STEP, max_num_seqs, _SIZE_STEP)
     return [*(size for size in (*_SMALL_SIZES, *steps) if size < max_num_seqs), max_num_seqs]

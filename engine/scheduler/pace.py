@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from engine.state.inputs import ScheduledStep
+from engine.state.inputs import ScheduledStep, tile_of
 
 MIN_TOKENS: Final = 16
 """Prompt tokens of a step at least, whatever the objective: prompts come to their end."""
@@ -57,7 +57,8 @@ class PrefillPace:
             least, greatest = _SHARES
             share = min(max(num_waiting * token_s / CLEAR_S, least), greatest)
             left_s = rows_s * share / (1 - share)
-        self.last_limit = max(MIN_TOKENS, int(left_s / token_s))
+        total = num_decodes + max(MIN_TOKENS, int(left_s / token_s))
+        self.last_limit = max(MIN_TOKENS, total - total % tile_of(total) - num_decodes)
         return self.last_limit
 
     def observe(self, step: ScheduledStep, seconds: float, launch_s: float = 0.0) -> None:

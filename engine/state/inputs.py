@@ -14,7 +14,8 @@ From them, per step, with M = max_model_len and K = max_blocks_per_seq:
     block_offsets         positions % block_size
     slot_mapping          block_numbers * block_size + block_offsets
 
-All arrays of StepInputs live in memory made at start: a step writes into it, and allocates none of them.
+All arrays of StepInputs live in memory made at start: a step writes into it, and allocates none of them. What backends of
+attention derive from them (pages, ranges of keys) is made per step.
 """
 
 from __future__ import annotations
@@ -91,6 +92,15 @@ class ScheduledStep:
     @property
     def num_decodes(self) -> int:
         return sum(1 for count in self.num_tokens if count == 1)
+
+
+def tile_of(num_tokens: int) -> int:
+    """Return what the tokens of a step should be a multiple of, near `num_tokens`: an eighth to a quarter, at most 16.
+
+    Matrix products compute in tiles, and recorded steps of a CPU come in these sizes: what does not fill the last tile
+    is padded (tile quantization, Sarathi-Serve, Agrawal et al., 2024).
+    """
+    return min(16, 1 << max(num_tokens.bit_length() - 3, 0))
 
 
 @dataclass(frozen=True)

@@ -169,6 +169,7 @@ def test_a_batch_is_padded_up_to_the_next_size() -> None:
 
 def test_on_a_cpu_batches_are_hardly_padded_and_large_ones_not_recorded() -> None:
     assert graph_sizes(CPU, 256, 5) == [1, 2, 3, 4, 5]
+    assert graph_sizes(CPU, 4, 40)[6:] == [7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40]
     assert graph_sizes(CPU, 4, 2048)[-4:] == [144, 160, 176, 192]
 
 
