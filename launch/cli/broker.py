@@ -25,9 +25,9 @@ from broker.cluster.redis_client import connect
 from common.config import Settings
 from common.errors import TriptychError
 from common.http.auth import LOOPBACK_HOSTS
+from common.process.ports import reserve_port
 from launch.cli.console import make_console
 from launch.cluster.configure import load_settings
-from launch.cluster.plan import reserve_port
 from services.process.http_server import HttpServer
 
 INFO_METRICS: Final = {

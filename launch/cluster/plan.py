@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from pydantic import SecretStr
 
-from common.errors import invalid
 from common.keys import ClusterKey, own_api_key
 from common.messages import Role
 from common.process import start_phase
+from common.process.ports import reserve_port
 from engine.models.checkpoint_index import read_index
 from engine.models.lora.config import ADAPTER_STEM, read_lora_config
 from engine.models.quantised.names import check_quantised
@@ -151,20 +149,3 @@ def make_plan(settings: Settings, topology: str | Topology | None = None) -> Pla
         update["cluster_key"] = SecretStr(ClusterKey.generate().reveal())
     own_api_key(settings)  # a file that cannot be read is told now
     return Plan(settings.model_copy(update=update), info, chosen, reason)
-
-
-def reserve_port(host: str, port: int, option: str = "--port") -> int:
-    """Return the port, or a free port for 0, after a check that the address can be bound.
-
-    Raises TriptychError("invalid_request") naming the `option` where it cannot.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
-            probe.bind(address)
-            return int(probe.getsockname()[1])
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-        message = f"cannot listen on {host}:{port}: {reason.lower()}; choose another {option}, or 0 for a free one"
-        raise invalid(message, "port") from error

@@ -19,9 +19,10 @@ from common.config import Settings
 from common.keys import bearer, cluster_token
 from common.messages import Role
 from common.model_info import load_model_info
+from common.process.ports import reserve_port
 from common.telemetry import setup_logging
 from launch.cluster.children import Child
-from launch.cluster.plan import Plan, reserve_port
+from launch.cluster.plan import Plan
 from launch.cluster.shares import runs_on_gpu
 from launch.cluster.topology import LETTERS, Topology, parse_topology
 from launch.ray.scaling import METRIC

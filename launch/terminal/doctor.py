@@ -193,7 +193,7 @@ def check_compilers(settings: Settings) -> Iterator[Finding]:
 
 def check_network(settings: Settings) -> Iterator[Finding]:
     """The API's port, and the broker: the given one answers, or an own one starts."""
-    from launch.cluster.plan import reserve_port
+    from common.process.ports import reserve_port
 
     try:
         reserve_port(settings.host, settings.port)

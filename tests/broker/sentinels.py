@@ -15,8 +15,9 @@ from urllib.parse import quote
 from redis import Redis
 from redis.exceptions import RedisError
 
-from broker.cluster.embedded import _free_port, find_server
+from broker.cluster.embedded import find_server
 from broker.cluster.lifetime import tied_command
+from common.process.ports import free_port
 
 NAME = "mymaster"
 PASSWORD = "wo/rd of servers"
@@ -93,7 +94,7 @@ class Group:
 @contextlib.contextmanager
 def sentinel_group(folder: Path) -> Iterator[Group]:
     """Start the group; end it with the block."""
-    leader, replica = (_free_port("127.0.0.1") for _ in range(2))
+    leader, replica = (free_port("127.0.0.1") for _ in range(2))
     group = Group({}, {})
     try:
         for port in (leader, replica):
@@ -103,7 +104,7 @@ def sentinel_group(folder: Path) -> Iterator[Group]:
             _wait(lambda port=port: group.client(port).ping())
         _wait(lambda: group.client(leader).info("replication")["connected_slaves"] == 1)
         for _ in range(3):
-            port = _free_port("127.0.0.1")
+            port = free_port("127.0.0.1")
             words = {"port": port, "folder": folder, "leader": leader, "name": NAME, "down_after_ms": DOWN_AFTER_MS}
             text = _SENTINEL.format(**words, password=PASSWORD, sentinel_password=SENTINEL_PASSWORD)
             group.sentinels[port] = _start(folder, port, text, "--sentinel")

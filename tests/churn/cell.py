@@ -20,8 +20,8 @@ import msgspec
 from broker.cluster.embedded import EmbeddedBroker
 from common.config import Settings
 from common.keys import ClusterKey
+from common.process.ports import reserve_port
 from launch.cluster.configure import child_environment
-from launch.cluster.plan import reserve_port
 from tests.eventually import eventually
 from tools.soak.memory import resident_bytes
 

@@ -29,8 +29,8 @@ from typing import Any, Final
 import httpx
 
 from common.model_info import resolve_model
+from common.process.ports import reserve_port
 from launch.cli.client import read_events
-from launch.cluster.plan import reserve_port
 from tests.churn.load import at_once
 from tests.eventually import eventually
 

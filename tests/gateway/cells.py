@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 
 from common.config import EngineConfig, Settings
+from common.process.ports import reserve_port
 from launch.cluster.configure import child_environment
 from launch.cluster.local_cluster import LocalCluster
-from launch.cluster.plan import reserve_port
 from tests.eventually import eventually
 
 READY_S = 60.0

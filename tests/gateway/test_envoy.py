@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from common.keys import bearer, cluster_token
-from launch.cluster.plan import reserve_port
+from common.process.ports import reserve_port
 from tests.chaos.asks import picture_asks
 from tests.chaos.load import keep_asking
 from tests.eventually import eventually

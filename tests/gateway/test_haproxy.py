@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from launch.cluster.plan import reserve_port
+from common.process.ports import reserve_port
 from tests.chaos.asks import picture_asks
 from tests.chaos.load import keep_asking
 from tests.eventually import eventually

@@ -154,25 +154,6 @@ def test_a_stop_ends_a_start_that_is_under_way(
         broker.restart()
 
 
-def test_its_port_is_none_that_an_outgoing_connection_might_be_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = tmp_path / "range"
-    monkeypatch.setattr(embedded, "_EPHEMERAL", given)
-    given.write_text("11000\t60999\n")
-    ports = [embedded._free_port("127.0.0.1") for _ in range(20)]
-    assert all(10_000 <= port < 11_000 for port in ports)
-    with socket.create_server(("127.0.0.1", ports[0])), monkeypatch.context() as patched:
-        patched.setattr(embedded, "_LOWEST_PORT", ports[0])
-        given.write_text(f"{ports[0] + 1} 60999")
-        assert embedded._free_port("127.0.0.1") != ports[0]
-    for text in ("1024 65535", "", "no number"):  # all are given, or nothing is known
-        given.write_text(text)
-        assert embedded._free_port("127.0.0.1") > 0
-    given.unlink()
-    assert embedded._free_port("127.0.0.1") > 0
-
-
 def test_it_outlives_the_thread_that_started_it(broker: EmbeddedBroker) -> None:
     urls: list[str] = []
     starter = threading.Thread(target=lambda: urls.append(broker.start()))
