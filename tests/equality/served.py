@@ -140,7 +140,7 @@ class Served:
         create: Any = client.audio.transcriptions.create
         extra = {"max_completion_tokens": max_tokens, "return_token_ids": True, **WITHOUT_RULES}
         result = await create(model=self.info.name, **case.http, extra_body=extra)
-        return Answer(result.text, result.token_ids, None, None, None)
+        return Answer(result.text, result.token_ids, None, None, None, result._request_id or "")
 
     # --- what is held
 
