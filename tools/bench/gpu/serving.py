@@ -34,8 +34,8 @@ IN_FLIGHT, PROBES, REQUESTS, TOKENS, SIDE = 4, 4, 100, 16, 448
 """At least so many requests, and as many probes beside them: fewer have no 99th percentile. So many of each are under
 way: a single probe at a time would take five times as long to have as many answers."""
 MEMORY_FRACTION: Final = 0.85
-TOY_SYSTEMS: Final = ("1e1pd",)
-TOY_PICTURES, TOY_REQUESTS, TOY_TOKENS, TOY_SIDE = (1,), 2, 4, 56
+TOY_SYSTEMS: Final = SYSTEMS[:2]
+TOY_PICTURES, TOY_REQUESTS, TOY_TOKENS, TOY_SIDE = PICTURES[:2], 2, 4, 56
 START_TIMEOUT_S: Final = 120.0
 MODEL: Final = "model"
 """The name of it in the API."""

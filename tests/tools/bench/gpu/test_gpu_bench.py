@@ -46,11 +46,11 @@ LIMITS = Limits(copy_bytes_per_s=1e10, matmul_flops_per_s=1e11)
 CASES = {
     "decode": 2,
     "prefill": 1,
-    "serving": 6,
-    "gaps": 2,
-    "window": 5,
+    "serving": 20,
+    "gaps": 4,
+    "window": 10,
 }
-"""How many figures each makes."""
+"""How many figures each makes; the loads on two systems."""
 
 
 @pytest.fixture
