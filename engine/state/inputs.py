@@ -14,8 +14,8 @@ From them, per step, with M = max_model_len and K = max_blocks_per_seq:
     block_offsets         positions % block_size
     slot_mapping          block_numbers * block_size + block_offsets
 
-All arrays of StepInputs live in memory made at start: a step writes into it, and allocates none of them. What backends of
-attention derive from them (pages, ranges of keys) is made per step.
+All arrays of StepInputs live in memory made at start: a step writes into it, and allocates none of them. What attention
+backends derive from them (pages, ranges of keys) is made per step.
 """
 
 from __future__ import annotations
