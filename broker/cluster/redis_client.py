@@ -27,7 +27,7 @@ from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermission
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from common.errors import TriptychError
+from common.errors import TriptychError, invalid
 
 SOCKET_TIMEOUT_S = 5.0
 """Longest wait for one reply; blocking reads must ask for less."""
@@ -120,9 +120,7 @@ def connect(url: str, *, retries: int = 5) -> Redis:
     try:
         redis = _leader(url, options) if _by_sentinels(url) else Redis.from_url(url, **options)
     except ValueError as error:
-        raise TriptychError(
-            "invalid_request", f"broker URL {without_secrets(url)!r}: {error}; try redis://host:6379", "broker"
-        ) from error
+        raise invalid(f"broker URL {without_secrets(url)!r}: {error}; try redis://host:6379", "broker") from error
     pool, kind = redis.connection_pool, redis.connection_pool.connection_class
     pool.connection_class = type(f"_{kind.__name__}", (_Connection, kind), {})
     return redis

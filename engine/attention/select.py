@@ -10,7 +10,7 @@ from typing import Final, Literal
 import numpy as np
 import torch
 
-from common.errors import TriptychError
+from common.errors import invalid
 from common.telemetry import get_logger
 from engine.attention.backend import AttentionBackend
 from engine.attention.metadata import AttentionMetadata
@@ -161,12 +161,9 @@ def _make_named(name: str, device: torch.device, dtype: torch.dtype, heads: Head
     entry = BACKENDS.get(name)
     if entry is None:
         names = ", ".join(["auto", *sorted(BACKENDS)])
-        raise TriptychError(
-            "invalid_request", f"no attention backend {name!r}; there are: {names}", "attention_backend"
-        )
+        raise invalid(f"no attention backend {name!r}; there are: {names}", "attention_backend")
     if not entry.serves(device, dtype, heads.head_dim):
-        raise TriptychError(
-            "invalid_request",
+        raise invalid(
             f"attention backend {name!r} does not serve {dtype} with heads of {heads.head_dim} on {device.type}; "
             "leave it at auto",
             "attention_backend",
@@ -174,7 +171,7 @@ def _make_named(name: str, device: torch.device, dtype: torch.dtype, heads: Head
     try:
         return entry.make(device, dtype, heads)
     except BackendUnavailableError as error:
-        raise TriptychError("invalid_request", f"attention backend {name!r}: {error}", "attention_backend") from error
+        raise invalid(f"attention backend {name!r}: {error}", "attention_backend") from error
 
 
 def _choose(
@@ -200,4 +197,4 @@ def _choose(
         except BackendUnavailableError as error:
             is_fallback = True
             log.warning("attention backend not available", backend=name, reason=str(error))
-    raise TriptychError("invalid_request", f"no attention backend serves {dtype} on {device.type}")
+    raise invalid(f"no attention backend serves {dtype} on {device.type}")

@@ -126,7 +126,9 @@ def _grammar(kind: _Kind, value: Any, field: str) -> Grammar:
         return Grammar(kind)
     if kind == "choice" and not value:
         raise invalid(f"{field} is empty: name at least one", field)
-    text = _bounded(value if isinstance(value, str) else json.dumps(value), field)
+    text = value if isinstance(value, str) else json.dumps(value)
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise invalid(f"{field} has {len(text)} characters, at most {MAX_GRAMMAR_CHARS} are allowed", field)
     if kind != "json":
         return Grammar(kind, text)
     try:
@@ -136,9 +138,3 @@ def _grammar(kind: _Kind, value: Any, field: str) -> Grammar:
     if not isinstance(parsed, dict | bool):
         raise invalid(f"{field} is no JSON schema: an object is, not {text[:80]!r}", field)
     return Grammar("json_schema", json.dumps(parsed))
-
-
-def _bounded(text: str, field: str) -> str:
-    if len(text) > MAX_GRAMMAR_CHARS:
-        raise invalid(f"{field} has {len(text)} characters, at most {MAX_GRAMMAR_CHARS} are allowed", field)
-    return text
