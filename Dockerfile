@@ -43,11 +43,14 @@ RUN --mount=type=bind,from=wheels,target=/wheels \
 FROM proxy-packages AS worker-packages
 # cpu: refuses builds of torch that bring CUDA along; cuda: takes them.
 ARG TORCH=cpu
+# With TORCH=cuda: the newest FlashInfer whose kernels have been compiled. Newer ones are permitted.
+ARG FLASHINFER=0.7.2.post1
 # Other extras of pyproject.toml: "broker ray" for nodes of a Ray cluster.
 ARG EXTRAS
 COPY constraints-cpu.txt .ci/check_torch.py ./
 RUN --mount=type=bind,from=wheels,target=/wheels \
-    if [ "$TORCH" = cpu ]; then export PIP_CONSTRAINT=constraints-cpu.txt && python check_torch.py constraints-cpu.txt; fi && \
+    if [ "$TORCH" = cpu ]; then export PIP_CONSTRAINT=constraints-cpu.txt && python check_torch.py constraints-cpu.txt; \
+    else echo "flashinfer-python==$FLASHINFER" > constraints-cuda.txt && export PIP_CONSTRAINT=constraints-cuda.txt; fi && \
     python requirements.py pyproject.toml worker $EXTRAS $([ "$TORCH" != cuda ] || echo cuda) > requirements.txt && \
     pip install --requirement requirements.txt && \
     rm -rf /opt/venv/lib/python3.*/site-packages/torch/test

@@ -151,7 +151,7 @@ gpu-check: $(VENV)/test.stamp ## On a machine with a GPU: what is there, is ever
 SOURCES := build/gpu-sources
 # Both ends of the range in pyproject.toml.
 OLDEST := 0.6.13
-NEWEST := 0.7.2.post1
+NEWEST := 0.7.4
 # Without its other dependencies, which have hundreds of MiB and serve kernels that are not called.
 NEEDED := 'apache-tvm-ffi<0.2' einops tabulate nvidia-ml-py click triton==3.6.0 ninja nvidia-curand
 WITH_SOURCES := FLASHINFER_WORKSPACE_BASE=$(CURDIR)/build/flashinfer FLASHINFER_CUDA_ARCH_LIST=$${FLASHINFER_CUDA_ARCH_LIST:-9.0a} PYTHONPATH=$(SOURCES)

@@ -81,8 +81,8 @@ class Call:
 
 def fixed_decode_bytes(num_requests: int, heads: HeadSpec, device: torch.device) -> int:
     """Return the workspace bytes of a graph's decode plan for partial results, counted as by `PrefillPlan` in
-    FlashInfer's scheduler.cuh for groups of up to a tile's rows; since 0.7.1 as much for the whole group. Plans on
-    vector units need some MiB at most."""
+    FlashInfer's scheduler.cuh for groups of up to a tile's rows; since 0.7.1 as much for the whole group, with 0.7.4
+    nothing for more requests than are split. Plans on vector units need some MiB at most."""
     if not needs_tensor_cores(heads.num_heads, heads.num_kv_heads):
         return 0
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

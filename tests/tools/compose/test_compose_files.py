@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from common.config import EngineConfig, Settings
 
@@ -180,6 +181,15 @@ def test_gpu_workers_find_the_kernels_of_flashinfer_in_its_package() -> None:
     assert "sh tools/compose/flashinfer.sh /opt/toolkit" in made
     assert "COPY --from=gpu-kernels /opt/venv /opt/venv" in stages()["worker"]
     assert "gpu-kernels" not in ancestry("proxy") | ancestry("broker")
+
+
+def test_gpu_images_hold_one_of_the_permitted_flashinfers() -> None:
+    (version,) = (line.partition("=")[2] for line in stages()["worker-packages"] if line.startswith("ARG FLASHINFER="))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (permitted,) = map(Requirement, extras["cuda"])
+    assert permitted.specifier.contains(version)
+    (installed,) = (line for line in stages()["worker-packages"] if line.startswith("RUN"))
+    assert f'echo "{permitted.name}==$FLASHINFER" > constraints-cuda.txt' in installed
 
 
 @pytest.mark.parametrize(
