@@ -156,6 +156,10 @@ NEWEST := 0.7.4
 NEEDED := 'apache-tvm-ffi<0.2' einops tabulate nvidia-ml-py click triton==3.6.0 ninja nvidia-curand
 WITH_SOURCES := FLASHINFER_WORKSPACE_BASE=$(CURDIR)/build/flashinfer FLASHINFER_CUDA_ARCH_LIST=$${FLASHINFER_CUDA_ARCH_LIST:-9.0a} PYTHONPATH=$(SOURCES)
 gpu-sources: $(SOURCES)/$(OLDEST).stamp $(SOURCES)/$(NEWEST).stamp ## Without a GPU: our Triton kernels and the fake of FlashInfer against the real packages (0.5 GB); with nvcc, build FlashInfer's kernels.
+	@$(BIN)/python tools/compose/requirements.py pyproject.toml worker cuda > $(SOURCES)/image.txt
+	@sed -n 's/^ARG FLASHINFER=/flashinfer-python==/p' Dockerfile > $(SOURCES)/image-constraints.txt
+	@PIP_CONSTRAINT=$(SOURCES)/image-constraints.txt $(PIP) install --quiet --dry-run --ignore-installed \
+		--requirement $(SOURCES)/image.txt --report $(SOURCES)/image.json && echo "packages of the GPU image: $(SOURCES)/image.json"
 	@$(WITH_SOURCES) $(BIN)/python -m pytest -n 0 tests/engine/native/test_triton_kernels.py $(ARGS)
 	@set -e; for version in $(OLDEST) $(NEWEST); do echo "FlashInfer $$version:"; \
 		$(WITH_SOURCES)/$$version:$(SOURCES) $(BIN)/python -m pytest -n 0 \
