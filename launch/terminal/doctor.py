@@ -19,6 +19,7 @@ from rich.text import Text
 
 from common.errors import TriptychError
 from common.process.host_memory import available_memory
+from common.process.ports import reserve_port
 from launch.cli.console import make_console, make_table
 from launch.cluster.shares import available_cores, runs_on_gpu
 
@@ -193,8 +194,6 @@ def check_compilers(settings: Settings) -> Iterator[Finding]:
 
 def check_network(settings: Settings) -> Iterator[Finding]:
     """The API's port, and the broker: the given one answers, or an own one starts."""
-    from common.process.ports import reserve_port
-
     try:
         reserve_port(settings.host, settings.port)
         yield Finding("port", "ok", f"{settings.host}:{settings.port} is free")

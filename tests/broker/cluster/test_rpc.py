@@ -36,6 +36,7 @@ from common.messages import (
     Tokens,
     encode,
 )
+from common.process.ports import free_port
 from common.sampling_params import SamplingParams
 from tests.broker.conftest import running
 from tests.deadlines import timeless
@@ -145,9 +146,7 @@ async def test_an_answer_that_is_too_large_ends_its_request_and_no_other(
 
 
 async def test_a_request_sent_before_the_worker_is_there_arrives(zmq_context: zmq.asyncio.Context) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port("127.0.0.1")
     client = WorkerClient(zmq_context, f"tcp://127.0.0.1:{port}", "p")
     await client.send(Heartbeat())
     late = zmq_context.socket(zmq.ROUTER)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
+from common.process.ports import free_port
 from tests.launch.waiting import alive, descendants, eventually
 
 ROOT = Path(__file__).parents[3]
@@ -23,8 +23,7 @@ class Serving:
         self.temporary = folder / "tmp"
         self.temporary.mkdir(parents=True)
         self._log = folder / "serve.log"
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
+        self.port = free_port("127.0.0.1")
         # As the installed script runs it: without the working directory on its path.
         command = [sys.executable, "-P", "-m", "triptych", "serve", *arguments, "--port", str(self.port)]
         environment = os.environ | {"TMPDIR": str(self.temporary), "COLUMNS": "200", "PYTHONPATH": str(ROOT)}

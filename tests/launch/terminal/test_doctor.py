@@ -12,6 +12,7 @@ import pytest
 
 from common.config import EngineConfig, Settings
 from common.model_info import BUNDLED
+from common.process.ports import free_port
 from launch.terminal import doctor
 from launch.terminal.doctor import Finding, check_gpu, check_machine, check_model, check_network, examine, run_doctor
 
@@ -19,9 +20,7 @@ Usage = namedtuple("Usage", "total used free")
 
 
 def settings(**more: object) -> Settings:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    return Settings(**{"port": port, **more})  # type: ignore[arg-type]
+    return Settings(**{"port": free_port("127.0.0.1"), **more})  # type: ignore[arg-type]
 
 
 def found(findings: list[Finding], subject: str) -> Finding:

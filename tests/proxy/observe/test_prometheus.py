@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from pathlib import Path
 
 import httpx
 import pytest
 
+from common.process.ports import free_port
 from tests import debian
 from tests.eventually import eventually
 from tests.proxy.observe.test_scrape import TEXT, worker
@@ -21,12 +21,6 @@ scrape_configs:
 """
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_prometheus_reads_all_instances_and_discovers_each(serve, tmp_path: Path):
@@ -35,7 +29,7 @@ async def test_prometheus_reads_all_instances_and_discovers_each(serve, tmp_path
         await rig.cluster.add_decoder(http_address=good)
         await rig.wait_for_workers()
         proxy = rig.base_url.removeprefix("http://").partition("/")[0]
-        config, port = tmp_path / "prometheus.yaml", free_port()
+        config, port = tmp_path / "prometheus.yaml", free_port("127.0.0.1")
         config.write_text(CONFIG.format(proxy=proxy))
         server = await asyncio.create_subprocess_exec(
             program,
