@@ -19,12 +19,12 @@ def clips(folder: Path) -> list[ProcessedInput]:
 
 
 def test_pictures_equal_transformers_alone_and_together(qwen2_5_vl: Path) -> None:
-    tower = Qwen2_5_VLForConditionalGeneration.from_pretrained(qwen2_5_vl).eval().model.visual
+    tower = Qwen2_5_VLForConditionalGeneration.from_pretrained(qwen2_5_vl).eval().double().model.visual
 
     def expected(item: ProcessedInput) -> torch.Tensor:
-        pixels = torch.from_numpy(item.arrays["pixel_values"])
+        pixels = torch.from_numpy(item.arrays["pixel_values"]).double()
         grid = torch.from_numpy(item.arrays["image_grid_thw"])[None]
-        return tower(pixels, grid_thw=grid).pooler_output
+        return tower(pixels, grid_thw=grid).pooler_output.float()
 
     assert_outputs_equal(qwen2_5_vl, pictures(qwen2_5_vl), expected, atol=PATCHES_ATOL)
 

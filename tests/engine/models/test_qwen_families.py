@@ -138,15 +138,15 @@ def test_a_preprocessor_of_another_model_is_refused(
 
 @pytest.mark.parametrize("name", VISUAL)
 def test_pictures_equal_transformers_alone_and_together(folders: Folders, name: str) -> None:
-    model = reference(folders, name).model
+    model = reference(folders, name).double().model
 
     def expected(item: ProcessedInput) -> torch.Tensor:
-        pixels = torch.from_numpy(item.arrays["pixel_values"])
+        pixels = torch.from_numpy(item.arrays["pixel_values"]).double()
         features = model.get_image_features(pixels, torch.from_numpy(item.arrays["image_grid_thw"])[None])
         layers = getattr(features, "deepstack_features", None) or []
         # Of the one picture; transformers 5.17 does not split them by picture.
         stacked = [layer if torch.is_tensor(layer) else layer[0] for layer in layers]
-        return torch.cat((features.pooler_output[0], *stacked), dim=-1)
+        return torch.cat((features.pooler_output[0], *stacked), dim=-1).float()
 
     assert_outputs_equal(folders[name], pictures(folders[name]), expected, atol=PATCHES_ATOL)
 

@@ -103,7 +103,8 @@ def test_sizes_that_never_ran_count_as_the_nearest() -> None:
     pace, _ = learned()
     limits = [pace.limit(rows, context, 0) or 0 for rows, context in [(4, 0), (5, 0), (7, 3000)]]
     assert min(limits) > 0
-    assert max(limits) - min(limits) <= tile_of(max(limits))
+    assert max(limits) - min(limits) <= 16
+    assert [(rows + limit) % 16 for rows, limit in zip((4, 5, 7), limits, strict=True)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(("waiting_s", "times"), [(0.0, 4), (0.3, 4), (0.4, 5), (0.45, 10), (60.0, 10)])
@@ -116,6 +117,7 @@ def test_without_an_objective_steps_last_longer_as_prompts_wait(waiting_s: float
     expected = (times - 1) * device.step_s(4, 0) / device.token_s
     assert limit is not None
     assert expected - 17 < limit <= expected, "less than a tile below"
+    assert (4 + limit) % 16 == 0
 
 
 @dataclass
