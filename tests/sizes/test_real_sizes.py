@@ -145,8 +145,9 @@ def test_a_speech_model_answers_as_transformers(whisper: Known) -> None:
 
 
 async def test_its_cluster_transcribes_a_long_recording(whisper: Known, broker_url: str) -> None:
-    """Its clips have the tokens of transformers. Random weights say nothing in all: every window is asked for. A toy
-    says the same again; of the large model's 50,000 tokens two may be alike within rounding: windows share batches."""
+    """Its clips have the tokens of transformers. Random weights say nothing in all: every window is asked for, and the
+    same recording has the same text again. A toy has the same tokens; of the large model's 50,000 some timestamps are
+    alike within rounding, as windows share batches."""
     samples = np.concatenate(clips())
     recording = ("long.wav", recorded(samples), "audio/wav")
     release()
@@ -156,15 +157,17 @@ async def test_its_cluster_transcribes_a_long_recording(whisper: Known, broker_u
         answers = await served.answer_all(whisper.cases, MAX_TOKENS)
         whisper.check_tokens([answer.token_ids or [] for answer in answers])
         async with served.client() as client:
-            readings = []
+            texts, readings = [], []
             for _ in range(2):
                 before = windows_asked(served)
                 create: Any = client.audio.transcriptions.create
                 ask = {"file": recording, "language": "en", "response_format": "verbose_json", "extra_body": limit}
                 told = await create(model=served.info.name, **ask)
                 assert told.duration == pytest.approx(len(samples) / SAMPLE_RATE)
+                texts.append(told.text)
                 readings.append([segment.tokens for segment in told.segments])
                 assert windows_asked(served) - before >= len(clips())
+            assert texts[0] == texts[1]
             assert all(map(any, readings))
             assert readings[0] == readings[1] or not TOY
         await print_stages(served, answers)
