@@ -28,7 +28,7 @@ class LlavaEncoder(EncoderModel):
         self.unmasked = self._tower
         self._projector = self.projector(config)
         self.module: nn.Module = nn.ModuleDict({"tower": self._tower, "projector": self._projector})
-        self.layout = tower_layout(self._tower)
+        self.layout = _tower_layout(self._tower)
 
     def finish_loading(self, device: torch.device) -> None:
         # Row numbers 0, 1, ... of its position embedding are in no checkpoint.
@@ -51,7 +51,7 @@ class LlavaEncoder(EncoderModel):
         return torch.cat([states[n][:, first_row:] for n in ([layers] if isinstance(layers, int) else layers)], dim=-1)
 
 
-def tower_layout(tower: nn.Module) -> CheckpointLayout:
+def _tower_layout(tower: nn.Module) -> CheckpointLayout:
     """Return the layout of a tower and its projector. There is a level between tower and layers in checkpoints, and in
     modules of some versions."""
     inner = "vision_model." if hasattr(tower, "vision_model") else ""
