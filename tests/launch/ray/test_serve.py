@@ -141,7 +141,7 @@ def test_whisper_hears_on_ray_what_llm_hears(nodes: raylets.Raylets, whisper_tin
 
 
 def test_encoders_come_with_a_burst_of_pictures_and_go_with_the_quiet(nodes: raylets.Raylets) -> None:
-    scaling = Scaling(max_replicas=3, target_seconds=0.2, upscale_delay_s=0.0, downscale_delay_s=10.0)
+    scaling = Scaling(max_replicas=3, target_seconds=0.1, upscale_delay_s=0.0, downscale_delay_s=10.0)
     with deployed("bursts", "/", model="signpost", topology="1e1pd", scaling={"e": scaling}) as client:
         moments = asyncio.run(_burst(client))
     counts = [moment.encoders for moment in moments]
