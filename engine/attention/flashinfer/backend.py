@@ -133,16 +133,11 @@ class FlashInferBackend(AttentionBackend):
     def make_decode_plan(
         self, num_requests: int, max_blocks: int, block_size: int, dtype: torch.dtype, heads: HeadSpec, *, causal: bool
     ) -> DecodePlan | None:
-        reason = unserved(heads, dtype)
-        if reason is None:
-            return self._fixed_plan(num_requests, max_blocks, block_size, dtype, heads, causal=causal)
-        self._reasons.warn(reason)
-        return self._torch.make_decode_plan(num_requests, max_blocks, block_size, dtype, heads, causal=causal)
-
-    def _fixed_plan(
-        self, num_requests: int, max_blocks: int, block_size: int, dtype: torch.dtype, heads: HeadSpec, *, causal: bool
-    ) -> DecodePlan | None:
         """Return None if partial results of all requests do not fit: the decodes run eagerly then."""
+        reason = unserved(heads, dtype)
+        if reason is not None:
+            self._reasons.warn(reason)
+            return self._torch.make_decode_plan(num_requests, max_blocks, block_size, dtype, heads, causal=causal)
         needed, there = wrappers.fixed_decode_bytes(num_requests, heads, self._device), self._workspace.buffer.numel()
         if needed <= there:
             return FlashInferDecodePlan(
