@@ -39,10 +39,6 @@ class DecodePlan(ABC):
     def __init__(self, num_requests: int, max_blocks: int, block_size: int, *, causal: bool) -> None:
         self.num_requests, self.max_blocks, self.block_size, self.causal = num_requests, max_blocks, block_size, causal
 
-    def serves(self, metadata: AttentionMetadata) -> bool:
-        """Whether this plan can be brought to a batch; if not, the step has to run outside the graph."""
-        return self._served_keys(metadata) is not None
-
     def _served_keys(self, metadata: AttentionMetadata) -> IntArray | None:
         """Return the keys of each request, [num_requests]; None if this plan does not serve the batch."""
         num_keys = common_keys(metadata)
@@ -51,20 +47,17 @@ class DecodePlan(ABC):
             return None
         return num_keys if int(num_blocks(num_keys, self.block_size).max(initial=0)) <= self.max_blocks else None
 
-    def update(self, metadata: AttentionMetadata) -> None:
+    def update(self, metadata: AttentionMetadata) -> bool:
         """Fill the buffers for a batch of exactly `num_requests` requests with a query token each.
 
-        Rows of padding have one key, in block 0, or, in cross-attention, none: these get zeros. Raises ValueError for a
-        batch that the plan does not serve.
+        Rows of padding have one key, in block 0, or, in cross-attention, none: these get zeros. Returns False, with the
+        buffers as they were, if the plan does not serve the batch: the step has to run outside the graph.
         """
         num_keys = self._served_keys(metadata)
         if num_keys is None:
-            raise ValueError(
-                f"a plan for {self.num_requests} decodes of up to {self.max_blocks} blocks of {self.block_size} does "
-                f"not serve {metadata.num_requests} requests with {metadata.query_start_loc[-1]} tokens over "
-                f"{metadata.seq_lens} keys"
-            )
+            return False
         self._update(metadata, num_keys)
+        return True
 
     @abstractmethod
     def _update(self, metadata: AttentionMetadata, num_keys: IntArray) -> None:

@@ -159,16 +159,9 @@ class _Recording:
             cross = _no_requests(causal=False)
         if (cross is None) != (self._cross_plan is None):
             return False
-        own = padded(own, self.size)
-        if not self._self_plan.serves(own):
+        if cross is not None and self._cross_plan is not None and not self._cross_plan.update(padded(cross, self.size)):
             return False
-        if cross is not None and self._cross_plan is not None:
-            cross = padded(cross, self.size)
-            if not self._cross_plan.serves(cross):
-                return False
-            self._cross_plan.update(cross)
-        self._self_plan.update(own)
-        return True
+        return self._self_plan.update(padded(own, self.size))
 
     def run(
         self, inputs: StepInputs, positions: IntArray, cross: AttentionMetadata | None, pieces: Sequence[MergedRows]

@@ -103,14 +103,14 @@ def test_a_recorded_plan_at_fixed_addresses_follows_the_batch(case: AttentionCas
     shapes = [shape_of([(1, count) for count in keys], case, causal) for keys in ((1, 16, 17, 300), (2000, 5, 1, 31))]
     batches = [OnDevice(shape, dtype) for shape in shapes]
     query, cache = torch.zeros_like(batches[0].query), torch.zeros_like(batches[0].cache)
-    plan.update(batches[0].metadata())
+    assert plan.update(batches[0].metadata())
     recorder = CudaRecorder(torch.device(DEVICE)) if DEVICE == "cuda" else PlainRecorder()
     replay = recorder.record(lambda: backend.run(query, cache, plan, window=window))
     for paged in (*batches, batches[0]):
         backend.write(paged.cache, paged.key, paged.value, paged.slots)
         query.copy_(paged.query)
         cache.copy_(paged.cache)
-        plan.update(paged.metadata())
+        assert plan.update(paged.metadata())
         assert_equal(replay(), paged.expected(window), dtype)
 
 

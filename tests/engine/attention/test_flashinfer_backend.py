@@ -257,7 +257,7 @@ def test_plans_at_fixed_addresses_follow_the_batch(
     for seed in range(3):
         keys = data.draw(st.lists(st.integers(1 if causal else 0, 60), min_size=size, max_size=size))
         paged = written(Shape([(1, count) for count in keys], 4, 2, group, 64, causal), seed)
-        plan.update(paged.metadata())
+        assert plan.update(paged.metadata())
         got = backend.run(paged.query, paged.cache, plan, window=window)
         mask = paged.mask(paged.allowed(window if causal else None))
         assert_equal(got, dense(paged.query, paged.key, paged.value, mask), torch.bfloat16)
@@ -270,11 +270,11 @@ def test_a_plan_at_fixed_addresses_reads_ranges_that_begin_with_the_first_key(ba
     assert plan is not None
     for bounds in ([[0, 21], [0, 9], [5, 5]], [[0, 4], [0, 0], [0, 12]]):
         ranges = np.array(bounds, np.int64)
-        plan.update(paged.metadata(ranges))
+        assert plan.update(paged.metadata(ranges))
         got = backend.run(paged.query, paged.cache, plan)
         mask = paged.mask(paged.allowed(key_ranges=ranges))
         assert_equal(got, dense(paged.query, paged.key, paged.value, mask), torch.bfloat16)
-    assert not plan.serves(paged.metadata(np.array([[0, 21], [1, 9], [0, 12]], np.int64)))
+    assert not plan.update(paged.metadata(np.array([[0, 21], [1, 9], [0, 12]], np.int64)))
 
 
 @pytest.mark.parametrize("backend", fixed_backends(), ids=lambda backend: backend.name)
@@ -282,10 +282,7 @@ def test_a_plan_at_fixed_addresses_refuses_what_does_not_fit(backend: AttentionB
     plan = backend.make_decode_plan(2, 3, 4, torch.bfloat16, HeadSpec(2, 2, 64), causal=True)
     assert plan is not None
     for lens in ([(1, 5)], [(1, 5), (2, 5)], [(1, 5), (1, 13)]):
-        metadata = Paged(Shape(lens, 4, 2, 1, 64, causal=True), torch.bfloat16, 0).metadata()
-        assert not plan.serves(metadata)
-        with pytest.raises(ValueError, match="a plan for 2 decodes of up to 3 blocks of 4 does not serve"):
-            plan.update(metadata)
+        assert not plan.update(Paged(Shape(lens, 4, 2, 1, 64, causal=True), torch.bfloat16, 0).metadata())
 
 
 def test_a_plan_at_fixed_addresses_is_kept_for_the_same_cross_batch() -> None:
@@ -294,7 +291,7 @@ def test_a_plan_at_fixed_addresses_is_kept_for_the_same_cross_batch() -> None:
     assert plan is not None
     with pytest.raises(RuntimeError, match="only after an update"):
         backend.run(paged.query, paged.cache, plan)
-    plan.update(paged.metadata())
+    assert plan.update(paged.metadata())
     backend.run(paged.query, paged.cache, plan)
     reused = cross_plans_reused.value
     assert plans_of(lambda: plan.update(paged.metadata())) == 0
@@ -308,7 +305,7 @@ def test_heads_that_are_not_served_have_pytorchs_plan_at_fixed_addresses() -> No
     assert plan is not None
     paged = Paged(Shape([(1, 9), (1, 4)], 4, 2, 2, 8, causal=True), torch.bfloat16, 0)
     backend.write(paged.cache, paged.key, paged.value, paged.slots)
-    plan.update(paged.metadata())
+    assert plan.update(paged.metadata())
     expected = dense(paged.query, paged.key, paged.value, paged.mask(paged.allowed()))
     assert_equal(backend.run(paged.query, paged.cache, plan), expected, torch.bfloat16)
 
