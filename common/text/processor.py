@@ -295,18 +295,16 @@ class Detokenizer:
             if at >= 0:
                 self._pending, self.stopped = self._pending[: at + len(stop) * self.includes_stop], True
                 break
-        hold = 0 if final or self.stopped or not stops else self._possible_stop_suffix()
-        cut = len(self._pending) - hold
+        held = 0 if final or self.stopped else max((begun(self._pending, stop) for stop in stops), default=0)
+        cut = len(self._pending) - held
         out, self._pending = self._pending[:cut], self._pending[cut:]
         return out
 
-    def _possible_stop_suffix(self) -> int:
-        """Return the length of the longest suffix of the pending text that may begin a stop string."""
-        longest = max((len(stop) - 1 for stop in self.stop), default=0)
-        for size in range(min(longest, len(self._pending)), 0, -1):
-            if any(stop.startswith(self._pending[-size:]) for stop in self.stop):
-                return size
-        return 0
+
+def begun(text: str, marker: str) -> int:
+    """Return the length of the longest end of `text` that begins `marker`, without being the whole of it."""
+    sizes = range(min(len(marker) - 1, len(text)), 0, -1)
+    return next((size for size in sizes if marker.startswith(text[-size:])), 0)
 
 
 class _GenerationBlock(Extension):

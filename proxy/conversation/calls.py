@@ -11,8 +11,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+from common.text.processor import begun
 from proxy.conversation.json_value import JsonValue
-from proxy.conversation.parts import AnswerPart, begun, content
+from proxy.conversation.parts import AnswerPart, content
 
 Schemas = Mapping[str, Mapping[str, Any] | None]
 """Parameters of each tool, as a JSON schema, by the tool's name."""

@@ -37,9 +37,3 @@ def merged(parts: Sequence[AnswerPart]) -> list[AnswerPart]:
 
 def content(text: str) -> list[AnswerPart]:
     return [AnswerPart("content", text)] if text else []
-
-
-def begun(text: str, marker: str) -> int:
-    """Return the length of the longest end of `text` that begins `marker`, without being the whole of it."""
-    sizes = range(min(len(marker) - 1, len(text)), 0, -1)
-    return next((size for size in sizes if marker.startswith(text[-size:])), 0)

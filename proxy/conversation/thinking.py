@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from proxy.conversation.parts import AnswerPart, begun, content
+from common.text.processor import begun
+from proxy.conversation.parts import AnswerPart, content
 
 BEGIN: Final = "<think>"
 END: Final = "</think>"
