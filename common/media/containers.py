@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, BinaryIO, Final
+from typing import Final
 
 import av
 import av.error
@@ -54,7 +54,8 @@ def opened(source: str | bytes, what: str) -> Iterator[InputContainer]:
     """
     try:
         with open(source, "rb") if isinstance(source, str) else io.BytesIO(source) as file:
-            name = demuxer(_peek(file))
+            name = demuxer(file.read(HEAD_BYTES))
+            file.seek(0)
             if name is None:
                 raise TriptychError("bad_media", f"{what} is no container that can be read here: {FORMATS} are")
             options = {"protocol_whitelist": ""}
@@ -81,8 +82,7 @@ class Sound:
         self.rate = int(self._stream.codec_context.sample_rate or 0)
         if self.rate == 0:
             raise TriptychError("bad_media", f"{what} has no sound that can be decoded")
-        self._check_rate(self.rate)
-        self._check_channels(self._stream.codec_context.channels)
+        check_sound(self.rate, self._stream.codec_context.channels, what)
         lasts = container.duration
         self.duration_s: float | None = None if lasts is None or lasts <= 0 else lasts / av.time_base
 
@@ -112,8 +112,7 @@ class Sound:
             self._container.seek(int((origin_s + start_s - _MARGIN_S) * av.time_base))
         resampler = av.AudioResampler(format="fltp", rate=rate)
         for frame in self._frames(cut_in=sought):
-            self._check_channels(frame.layout.nb_channels)
-            self._check_rate(frame.sample_rate)
+            check_sound(frame.sample_rate, frame.layout.nb_channels, self._what)
             time_s = frame.time
             origin_s = (time_s or 0.0) if origin_s is None else origin_s
             due = position if time_s is None else max(0, round((time_s - origin_s) * rate))
@@ -140,22 +139,16 @@ class Sound:
                 cut_in = False
                 yield frame
 
-    def _check_rate(self, rate: int) -> None:
-        lowest, highest = SAMPLING_RATES
-        if not lowest <= rate <= highest:
-            message = f"{self._what} has a sampling rate of {rate} Hz; {lowest} to {highest} are accepted"
-            raise TriptychError("bad_media", message)
 
-    def _check_channels(self, count: int) -> None:
-        if not 0 < count <= MAX_CHANNELS:
-            message = f"{self._what} has {count} channels; at most {MAX_CHANNELS} are accepted"
-            raise TriptychError("bad_media", message)
-
-
-def _peek(file: BinaryIO | Any) -> bytes:
-    head: bytes = file.read(HEAD_BYTES)
-    file.seek(0)
-    return head
+def check_sound(rate: int, num_channels: int, what: str, param: str | None = None) -> None:
+    """Raise TriptychError("bad_media") for rates and channels by which a block of some seconds would take gigabytes."""
+    lowest, highest = SAMPLING_RATES
+    if not lowest <= rate <= highest:
+        message = f"{what} has a sampling rate of {rate} Hz; {lowest} to {highest} are accepted"
+        raise TriptychError("bad_media", message, param)
+    if not 0 < num_channels <= MAX_CHANNELS:
+        message = f"{what} has {num_channels} channels; at most {MAX_CHANNELS} are accepted"
+        raise TriptychError("bad_media", message, param)
 
 
 def _reason(error: Exception) -> str:

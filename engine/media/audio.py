@@ -11,7 +11,6 @@ import soxr
 
 from common.errors import TriptychError
 from common.media import containers
-from common.messages import MAX_CHANNELS, SAMPLING_RATES
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -40,7 +39,8 @@ def _read_file(media: bytes, max_seconds: float) -> tuple[FloatArray, int, float
     """Return up to a sample more than `max_seconds` [num_samples, channels], their rate, and the length in seconds."""
     try:
         with soundfile.SoundFile(io.BytesIO(media)) as file:
-            rate = _check_header(file)
+            rate = int(file.samplerate)
+            containers.check_sound(rate, file.channels, "the sound")
             samples: FloatArray = file.read(int(max_seconds * rate) + 1, dtype="float32", always_2d=True)
             return samples, rate, max(file.frames, len(samples)) / rate
     except (soundfile.SoundFileError, OSError, ValueError) as error:
@@ -62,14 +62,3 @@ def _read_container(media: bytes, max_seconds: float) -> tuple[FloatArray, int, 
                 break
     samples = np.concatenate(blocks)[:limit] if blocks else np.zeros((0, 1), np.float32)
     return samples, sound.rate, max(sound.duration_s or 0.0, len(samples) / sound.rate)
-
-
-def _check_header(file: soundfile.SoundFile) -> int:
-    lowest, highest = SAMPLING_RATES
-    if not lowest <= file.samplerate <= highest:
-        message = f"the sound has a sampling rate of {file.samplerate} Hz; {lowest} to {highest} are accepted"
-        raise TriptychError("bad_media", message)
-    if file.channels > MAX_CHANNELS:
-        message = f"the sound has {file.channels} channels; at most {MAX_CHANNELS} are accepted"
-        raise TriptychError("bad_media", message)
-    return int(file.samplerate)

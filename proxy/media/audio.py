@@ -22,7 +22,6 @@ import soundfile
 
 from common.errors import TriptychError
 from common.media import containers
-from common.messages import MAX_CHANNELS, SAMPLING_RATES
 from common.process.child_pool import ChildPool
 from proxy.media.helper_process import initialize, naming
 from proxy.media.voice import VoiceOptions, regions
@@ -164,20 +163,6 @@ def _energies(recording: Recording, param: str) -> tuple[FloatArray, int]:
     return np.concatenate(parts), total
 
 
-def _check_header(file: soundfile.SoundFile, param: str) -> None:
-    """Refuse headers by which a decoded block of some seconds would take gigabytes."""
-    lowest, highest = SAMPLING_RATES
-    if not lowest <= file.samplerate <= highest:
-        message = f"{param} has a sampling rate of {file.samplerate} Hz; {lowest} to {highest} are accepted"
-        raise TriptychError("bad_media", message, param)
-    if file.channels > MAX_CHANNELS:
-        message = f"{param} has {file.channels} channels; at most {MAX_CHANNELS} are accepted"
-        raise TriptychError("bad_media", message, param)
-    if file.frames >= _UNKNOWN:
-        message = f"{param} does not tell in its header how long it is: let the recorder write to a file, not to a pipe"
-        raise TriptychError("bad_media", message, param)
-
-
 def _check_duration(duration_s: float, param: str) -> None:
     if duration_s > MAX_AUDIO_S:
         message = f"{param} lasts {duration_s:.0f} s, at most {MAX_AUDIO_S:.0f} s are transcribed in one request"
@@ -230,7 +215,11 @@ def _open(path: str, param: str) -> Iterator[Recording]:
         return
     try:
         with soundfile.SoundFile(path) as file:
-            _check_header(file, param)
+            containers.check_sound(file.samplerate, file.channels, param, param)
+            if file.frames >= _UNKNOWN:
+                hint = "let the recorder write to a file, not to a pipe"
+                message = f"{param} does not tell in its header how long it is: {hint}"
+                raise TriptychError("bad_media", message, param)
             yield _File(file)
     except soundfile.SoundFileError as error:  # whose text has the path in it
         why = getattr(error, "error_string", type(error).__name__)
