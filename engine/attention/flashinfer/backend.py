@@ -20,7 +20,7 @@ from engine.attention.flashinfer import wrappers
 from engine.attention.flashinfer.fixed import FlashInferDecodePlan
 from engine.attention.flashinfer.paged_batch import PagedBatch, Phase
 from engine.attention.flashinfer.served import ReasonLog, is_appended, unserved
-from engine.attention.metadata import AttentionMetadata, cross_plans_reused
+from engine.attention.metadata import AttentionMetadata, cross_plans_reused, is_same_batch
 from engine.attention.select import kernels_missing
 from engine.attention.torch_backend import TorchBackend
 from engine.device.h2d import send
@@ -62,7 +62,7 @@ class FlashInferBackend(AttentionBackend):
     def _batch(self, phase: Phase, start: int, metadata: AttentionMetadata, block_size: int) -> PagedBatch:
         """Return a phase of a step; for cross-attention the previous batch and plan while the requests are the same."""
         batch = None if metadata.causal else self._cross.get(phase)
-        if batch is not None and batch.is_same(start, metadata):
+        if batch is not None and batch.start == start and is_same_batch(batch.metadata, metadata):
             cross_plans_reused.add()
             return batch
         batch = PagedBatch(phase, start, metadata, block_size, self._device)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from engine.attention.backend import AttentionBackend
-from engine.attention.metadata import AttentionMetadata, common_keys, is_same_batch, num_blocks
+from engine.attention.metadata import AttentionMetadata, common_keys, num_blocks
 from engine.attention.torch_backend import TorchBackend
 from engine.device.h2d import pack, send, unpack
 from engine.state.bias import AttentionMask
@@ -98,10 +98,6 @@ class PagedBatch:
         self._block_size, self._device = block_size, device
         self._other_plan: Any = None
         self._masked: dict[tuple[AttentionMask | None, int | None], PagedBatch] = {}
-
-    def is_same(self, start: int, metadata: AttentionMetadata) -> bool:
-        """Return whether the given metadata describe this batch, for cross-attention."""
-        return self.start == start and is_same_batch(self.metadata, metadata)
 
     def plan_of(self, backend: AttentionBackend, dtype: torch.dtype) -> Any:
         """Another backend's plan for this batch."""
