@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import math
-import pkgutil
 import time
 import wave
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from common.text.prompts import encode_tokens, join_media
 from engine.device.memory_profiler import PeakMemory, extrapolate, one_layer_of_each_stack, release_free_memory
 from engine.media.log_mel import LogMelSettings
 from engine.models.base import EncoderModel
-from engine.processors import ITEM_BYTES, AudioProcessor, ProcessedInput, Processor, preprocessor_json
+from engine.processors import ITEM_BYTES, AudioProcessor, ProcessedInput, Processor, make_processor, preprocessor_json
 
 TIME_S: Final = 0.2
 """After this only the first layer is computed to its end, and nothing is encoded beyond `LEAST_SIZES`."""
@@ -70,10 +69,9 @@ def measure_batch(
 ) -> BatchProfile | None:
     """Run the encoder on its largest item; a batch has up to `max_items` items within `max_bytes` of output.
 
-    None where nothing can be measured. Raises what a processor raises whose settings do not fit the model.
+    None where nothing can be measured. Raises as `make_processor` does.
     """
-    build: Callable[[ModelInfo], Processor] = pkgutil.resolve_name(info.family.processor)
-    processor, name = build(info), str(dtype).removeprefix("torch.")
+    processor, name = make_processor(info), str(dtype).removeprefix("torch.")
 
     def make(media: bytes) -> ProcessedInput:
         arrays, layout, shape = processor(media)
