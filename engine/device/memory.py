@@ -159,12 +159,16 @@ def size_decoder(
     budget = memory_budget(config, device) - beside
     step = ASSUMED_ACTIVATION_BYTES if activation is None else activation
     left = budget - step
-    swap = config.swap_bytes if config.swap_bytes is not None else _swap_bytes(device, left)
+    swap = config.swap_bytes
+    if swap is None:
+        there = left if device.type == "cpu" else available_memory()
+        swap = max(0, min(SWAP_BYTES[device.type], there // 16))
     left -= swap if device.type == "cpu" else 0
     left -= config.kv_cache_bytes or 0
     encoder_cache = config.encoder_cache_bytes
-    if encoder_cache is None:
-        encoder_cache = _encoder_cache_bytes(needs, left)
+    if encoder_cache is None:  # a share of the rest, or enough for the largest input if at most half of the rest
+        at_least = min(needs.input, max(0, left) // 2)
+        encoder_cache = min(needs.all_inputs, max(int(left * ENCODER_CACHE_SHARE), at_least))
     left -= encoder_cache
     kv_cache = config.kv_cache_bytes
     if kv_cache is None:
@@ -184,17 +188,6 @@ def _given(config: EngineConfig) -> frozenset[str]:
         "memory_budget": config.memory_bytes,
     }
     return frozenset(name for name, size in sizes.items() if size is not None)
-
-
-def _swap_bytes(device: torch.device, left: int) -> int:
-    there = left if device.type == "cpu" else available_memory()
-    return max(0, min(SWAP_BYTES[device.type], there // 16))
-
-
-def _encoder_cache_bytes(needs: DecoderNeeds, left: int) -> int:
-    """Return a share of the rest, or enough for the largest input if at most half of the rest."""
-    at_least = min(needs.input, max(0, left) // 2)
-    return min(needs.all_inputs, max(int(left * ENCODER_CACHE_SHARE), at_least))
 
 
 def _check_kv_cache(kv_cache: int, needs: DecoderNeeds) -> None:
