@@ -117,7 +117,13 @@ class Decoding:
                 ended = self._step_beams(request, sequences, select_rows(output.logits, rows_of_request))
                 results += [] if ended is None else [ended]
         if others:
-            results += self._sample(*self._fork_rows(output, others))
+            logits, sampled = self._fork_rows(output, others)
+            for sequence, one in zip(sampled, self._sampler.sample(logits, sampled), strict=True):
+                if one.error is not None:
+                    results.append(GenerationFailed(sequence.request, one.error))
+                    continue
+                results.append(NewToken(sequence, len(sequence.token_ids), one.token_id, one.logprob))
+                sequence.token_ids.append(one.token_id)
         return results
 
     def can_run_ahead(self, output: StepOutput) -> bool:
@@ -171,17 +177,6 @@ class Decoding:
             log.exception("a request failed while its tokens were chosen", request=request.request_id)
             message = f"the engine failed on this request: {error or type(error).__name__}"
             results.append(GenerationFailed(request, ErrorInfo("internal_error", message)))
-
-    def _sample(self, logits: Tensor, sequences: list[Sequence]) -> list[Result]:
-        chosen = self._sampler.sample(logits, sequences)
-        tokens: list[Result] = []
-        for sequence, one in zip(sequences, chosen, strict=True):
-            if one.error is not None:
-                tokens.append(GenerationFailed(sequence.request, one.error))
-                continue
-            tokens.append(NewToken(sequence, len(sequence.token_ids), one.token_id, one.logprob))
-            sequence.token_ids.append(one.token_id)
-        return tokens
 
     def _fork(self, parent: Sequence, index: int) -> Sequence:
         child = parent.fork(index)

@@ -53,7 +53,12 @@ class Sampler:
         logits [num_sequences, vocab_size], float32, may change in place."""
         reported = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
         raw = select_rows(logits, reported) if reported else None  # the rules write into the logits
-        self._restrict(logits, sequences, [self._state(sequence) for sequence in sequences])
+        states = [self._state(sequence) for sequence in sequences]
+        if any(state.has_rules for state in states):
+            rules.apply_rules(logits, sequences, states, self._vocabulary)
+            # A sequence with contradictory rules ends if possible; token 0 would be meaningless.
+            ends = self._vocabulary.eos_token_ids
+            logits[:, ends[0] if ends else 0].masked_fill_(logits.amax(dim=-1) == -torch.inf, 0.0)
         tokens = self._choose(logits, sequences)
         if raw is None:
             return PendingTokens(tokens)
@@ -115,16 +120,6 @@ class Sampler:
             for row, token in zip(random, draw(rows, [one.sampling for one in chosen], uniforms), strict=True):
                 tokens[row] = token
         return torch.tensor(tokens, dtype=torch.int64)
-
-    def _restrict(
-        self, scores: torch.Tensor, sequences: Sequence[SampledSequence], states: Sequence[rules.SequenceState]
-    ) -> None:
-        """Apply the rules in place. A sequence with contradictory rules ends if possible; token 0 would be
-        meaningless."""
-        if any(state.has_rules for state in states):
-            rules.apply_rules(scores, sequences, states, self._vocabulary)
-            ends = self._vocabulary.eos_token_ids
-            scores[:, ends[0] if ends else 0].masked_fill_(scores.amax(dim=-1) == -torch.inf, 0.0)
 
     def _state(self, sequence: SampledSequence) -> rules.SequenceState:
         state = sequence.sampler_state
