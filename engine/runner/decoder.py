@@ -194,7 +194,14 @@ class DecoderRunner:
                     table = blocks.get_cross_block_table(request.request_id)
                     write_cross(request, table, cache, self.model, self.backend, self.caches)
                     blocks.mark_written(request.request_id)
-        inputs = self._prepare(step, blocks)
+        slots = [sequence.slot_index for sequence in step.sequences]
+        self.buffers.update_all(
+            slots,
+            [sequence.token_ids for sequence in step.sequences],
+            [blocks.tables[sequence.sequence_id] for sequence in step.sequences],
+            [sequence.num_computed_tokens for sequence in step.sequences],
+        )
+        inputs = self.buffers.prepare(slots, step.num_tokens)
         if self.adapters is not None:
             self.adapters.select(step, inputs)
         pieces = [] if self._cross is not None else find_pieces(step, inputs, cache, self.info)
@@ -207,16 +214,6 @@ class DecoderRunner:
             aligns = any(step.sequences[index].sampling.alignment for index, _, _ in wanted.prompts)
             hidden = self._compute(step, inputs, blocks, pieces, queries if aligns else None)
         return self._select(hidden, step, wanted, queries)
-
-    def _prepare(self, step: ScheduledStep, blocks: BlockManager) -> StepInputs:
-        slots = [sequence.slot_index for sequence in step.sequences]
-        self.buffers.update_all(
-            slots,
-            [sequence.token_ids for sequence in step.sequences],
-            [blocks.tables[sequence.sequence_id] for sequence in step.sequences],
-            [sequence.num_computed_tokens for sequence in step.sequences],
-        )
-        return self.buffers.prepare(slots, step.num_tokens)
 
     def _replay(
         self, step: ScheduledStep, inputs: StepInputs, blocks: BlockManager, pieces: ListOf[MergedRows]
