@@ -56,7 +56,9 @@ class Capacity:
 
     def holds_the_line(self, request: Request) -> bool:
         """Return True for a request that lacks only memory."""
-        return request.awaits_kv or self._blocks.is_swapped(request.request_id) or self._cache_lookup.has_all(request)
+        if request.awaits_kv or self._blocks.is_swapped(request.request_id):
+            return True
+        return all(item.usable or self._cache_lookup.covers(request, item) for item in request.inputs)
 
     def has_place(self, request: Request, wanted: int, givers: Sequence[Request] = ()) -> bool:
         """Return True if slots, blocks and an adapter's place are free for a waiting request and the next `wanted`
@@ -157,10 +159,6 @@ class CacheLookup:
         if request.cross_attention:
             return self.covers_cross(request)
         return item.end is not None and item.end <= len(self.prefix(request)) * self._blocks.block_size
-
-    def has_all(self, request: Request) -> bool:
-        """Return True if no needed input of a waiting request is missing."""
-        return all(item.usable or self.covers(request, item) for item in request.inputs)
 
     def remember(self, request: Request) -> None:
         """Enter full blocks of known tokens into the prefix cache."""
