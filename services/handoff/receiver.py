@@ -185,7 +185,11 @@ class HandoffReceiver:
             tensor = self._buffers.keep(key, received) if isinstance(received, PushedTensor) else None
             if tensor is None:  # copied while the engine may be computing
                 tensor = await self._buffers.receive(key, received)
-            self._hand_over(key, received, tensor)
+            if isinstance(tensor, str):
+                self._refuse(key, received.header, tensor)
+            else:  # submitted to the engine, which decides between two steps
+                self._context.hops.mark(key, "landed")
+                self._thread.submit(partial(self._deliver, key=key, tensor=tensor))
         return False
 
     def _expected(self, received: ReceivedTensor) -> Offer | KvOffer | None:
@@ -202,14 +206,6 @@ class HandoffReceiver:
             self._context.hops.mark(key, "tensor_received")
             return offer
         return None
-
-    def _hand_over(self, key: Key, received: ReceivedTensor, tensor: torch.Tensor | str) -> None:
-        """Submit a tensor to the engine, which decides between two steps."""
-        if isinstance(tensor, str):
-            self._refuse(key, received.header, tensor)
-        else:
-            self._context.hops.mark(key, "landed")
-            self._thread.submit(lambda engine: self._deliver(engine, key, tensor))
 
     async def _receive_part(self, key: Key, received: ReceivedTensor) -> bool:
         """Submit KV to the engine, which copies into its blocks. Return True if the engine releases the part.
