@@ -11,7 +11,6 @@ from ray import serve
 from common.config import Settings
 from common.errors import invalid
 from common.keys import ClusterKey
-from common.messages import Role
 from common.model_info import load_model_info
 from common.process.gpu_memory import GPU_FRACTION
 from launch.cluster.configure import load_settings
@@ -80,7 +79,9 @@ def application_of(settings: Settings, arguments: Arguments | None = None) -> Ap
         options = _resources(settings, arguments.resources.get(letters, {}))
         counts = _counts(topology.count(role), arguments.scaling.get(letters))
         own = _with_share(settings, options.get("num_gpus", 0))
-        workers.append(_worker(own, role, options, counts).bind(_dumped(own), str(topology), role, broker))
+        grace_s = own.request_timeout_s + 10.0
+        worker = _deployment(role, WorkerReplica, options, graceful_shutdown_timeout_s=grace_s, **counts)
+        workers.append(worker.bind(_dumped(own), str(topology), role, broker))
     front = _proxy(settings, arguments, broker is not None)
     return cast("Application", front.bind(broker, *workers))
 
@@ -131,11 +132,6 @@ def _counts(count: int, scaling: Scaling | None) -> dict[str, Any]:
             "policy": policy,
         }
     }
-
-
-def _worker(settings: Settings, role: Role, options: dict[str, Any], counts: dict[str, Any]) -> Any:
-    grace_s = settings.request_timeout_s + 10.0
-    return _deployment(role, WorkerReplica, options, graceful_shutdown_timeout_s=grace_s, **counts)
 
 
 def _proxy(settings: Settings, arguments: Arguments, own_broker: bool) -> Any:
