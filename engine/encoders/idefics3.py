@@ -42,13 +42,9 @@ class Idefics3Encoder(EncoderModel):
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
         weight = next(self.module.parameters())
         pixels = torch.from_numpy(np.concatenate([item.arrays["pixel_values"] for item in items]))
-        parts = torch.split(
-            send_tensor(pixels, weight.device, weight.dtype), self._pieces_at_once(pixels.shape[-1], weight)
-        )
+        piece_bytes = (pixels.shape[-1] // self._patch_size) ** 2 * self._width * weight.itemsize
+        pieces_at_once = max(1, _WIDEST_BYTES[weight.device.type] // piece_bytes)
+        parts = torch.split(send_tensor(pixels, weight.device, weight.dtype), pieces_at_once)
         features = torch.cat([self._connector(self._tower(part).last_hidden_state) for part in parts])
         outputs = torch.split(features, [len(item.arrays["pixel_values"]) for item in items])
         return [output.flatten(0, 1) for output in outputs]
-
-    def _pieces_at_once(self, piece_size: int, weight: Tensor) -> int:
-        piece_bytes = (piece_size // self._patch_size) ** 2 * self._width * weight.itemsize
-        return max(1, _WIDEST_BYTES[weight.device.type] // piece_bytes)
