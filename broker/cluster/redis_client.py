@@ -118,7 +118,8 @@ def connect(url: str, *, retries: int = 5) -> Redis:
         "retry_on_error": list(CONNECTION_ERRORS),
     }
     try:
-        redis = _leader(url, options) if _by_sentinels(url) else Redis.from_url(url, **options)
+        by_sentinels = url.startswith(("redis+sentinel://", "rediss+sentinel://"))
+        redis = _leader(url, options) if by_sentinels else Redis.from_url(url, **options)
     except ValueError as error:
         raise invalid(f"broker URL {without_secrets(url)!r}: {error}; try redis://host:6379", "broker") from error
     pool, kind = redis.connection_pool, redis.connection_pool.connection_class
@@ -140,10 +141,6 @@ def own_host(url: str | None) -> str:
     except (OSError, ValueError):
         return socket.gethostname()
     return socket.gethostname() if ip_address(address).is_loopback else address
-
-
-def _by_sentinels(url: str) -> bool:
-    return url.startswith(("redis+sentinel://", "rediss+sentinel://"))
 
 
 def _leader(url: str, options: dict[str, Any]) -> Redis:
