@@ -204,12 +204,6 @@ class WorkerClient:
         """Close without waiting; the last messages have `linger_ms` to leave."""
         self._socket.close(linger=linger_ms)
 
-    async def __aenter__(self) -> WorkerClient:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.close()
-
 
 def _too_large(what: str, message: ToWorker | FromWorker, size_bytes: int, limit_bytes: int) -> TriptychError:
     excess = f"{size_bytes - limit_bytes} more than the {limit_bytes} allowed"

@@ -18,6 +18,7 @@ from broker.cluster.rpc import WorkerClient, WorkerServer
 from common.errors import ErrorInfo
 from common.keys import ClusterKey
 from common.messages import MAX_CONTROL_BYTES, Abort, Failed, Heartbeat, encode
+from tests.worker_client import worker_client
 
 HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -43,7 +44,7 @@ async def refused(context: zmq.asyncio.Context, address: str, **options: bytes |
 
 async def test_members_speak_to_each_other(make_context, key):
     server = WorkerServer(make_context(key))
-    async with WorkerClient(make_context(key), server.address, "p") as client, asyncio.timeout(10):
+    async with worker_client(make_context(key), server.address, "p") as client, asyncio.timeout(10):
         await client.send(Heartbeat())
         proxy, message = await server.receive()
         assert (proxy, message) == (b"p", Heartbeat())
@@ -53,7 +54,7 @@ async def test_members_speak_to_each_other(make_context, key):
 
 async def test_a_message_of_the_largest_size_fits_with_its_encryption(make_context, key):
     server = WorkerServer(make_context(key))
-    async with WorkerClient(make_context(key), server.address, "p") as client, asyncio.timeout(20):
+    async with worker_client(make_context(key), server.address, "p") as client, asyncio.timeout(20):
         await client.send(Heartbeat())
         proxy, _ = await server.receive()
         overhead = len(encode(of_length(MAX_CONTROL_BYTES))) - MAX_CONTROL_BYTES
@@ -83,7 +84,7 @@ async def test_strangers_get_nothing(make_context, key):
             plain, server.address, CURVE_SERVERKEY=ours.public, CURVE_PUBLICKEY=public, CURVE_SECRETKEY=secret
         ),
     ]
-    async with WorkerClient(make_context(key), server.address, "member") as client, asyncio.timeout(10):
+    async with worker_client(make_context(key), server.address, "member") as client, asyncio.timeout(10):
         await client.send(Heartbeat())
         assert await server.receive() == (b"member", Heartbeat())  # the first thing that ever came in
     assert server.num_invalid == 0
@@ -97,7 +98,7 @@ async def test_a_member_does_not_speak_to_a_listener_without_the_key(make_contex
     listener = plain.socket(zmq.ROUTER)
     port = listener.bind_to_random_port("tcp://127.0.0.1")
     monitor = listener.get_monitor_socket(HANDSHAKE_FAILED | zmq.EVENT_DISCONNECTED)
-    async with WorkerClient(make_context(key), f"tcp://127.0.0.1:{port}", "p") as client, asyncio.timeout(10):
+    async with worker_client(make_context(key), f"tcp://127.0.0.1:{port}", "p") as client, asyncio.timeout(10):
         await client.send(Heartbeat())
         await recv_monitor_message(monitor)
         assert not await listener.poll(0)

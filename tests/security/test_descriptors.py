@@ -21,6 +21,7 @@ from common.keys import ClusterKey
 from common.messages import Abort, Failed
 from services.process.addresses import FEW_DESCRIPTORS, warn_of_few_descriptors
 from tests.eventually import eventually
+from tests.worker_client import worker_client
 
 LIMIT = 200
 SERVER = f"""
@@ -65,7 +66,7 @@ async def is_heard(client: WorkerClient) -> None:
 
 
 async def test_who_takes_all_descriptors_of_a_worker_neither_ends_it_nor_cuts_off_its_members(make_context, key):
-    async with worker(key) as (process, address), WorkerClient(make_context(key), address, "early") as member:
+    async with worker(key) as (process, address), worker_client(make_context(key), address, "early") as member:
         await is_heard(member)
         with contextlib.ExitStack() as strangers:
             for _ in range(2 * LIMIT):
@@ -74,7 +75,7 @@ async def test_who_takes_all_descriptors_of_a_worker_neither_ends_it_nor_cuts_of
                 stranger.connect_ex((urlsplit(address).hostname, urlsplit(address).port))
             await eventually(lambda: len(os.listdir(f"/proc/{process.pid}/fd")) == LIMIT)
             await is_heard(member)
-        async with WorkerClient(make_context(key), address, "late") as newcomer:
+        async with worker_client(make_context(key), address, "late") as newcomer:
             await is_heard(newcomer)
         await is_heard(member)
         assert process.returncode is None

@@ -30,6 +30,7 @@ from tests.broker.conftest import running
 from tests.broker.transports.transport_kit import next_target, receive
 from tests.eventually import eventually
 from tests.services.cluster import about_pictures, encode_order, sign
+from tests.worker_client import worker_client
 
 CLUSTER = "c"
 R = TypeVar("R", bound=RoleService)
@@ -108,7 +109,7 @@ async def in_process(
     worker = InProcess(shell, roles[0], task, redis)
     try:
         address = (await worker.record()).requests_address
-        async with WorkerClient(zmq_context, address, "proxy") as worker.proxy, running(worker.collect()):
+        async with worker_client(zmq_context, address, "proxy") as worker.proxy, running(worker.collect()):
             yield worker
     finally:
         shell.stop.set()

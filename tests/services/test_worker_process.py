@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -35,6 +35,7 @@ from services.worker_context import WorkerContext
 from services.worker_process import WorkerProcess
 from tests.broker.conftest import make_record, stallable
 from tests.eventually import eventually
+from tests.worker_client import worker_client
 
 
 class IdleEngine:
@@ -234,7 +235,7 @@ async def test_an_engine_that_hangs_ends_the_process_and_its_place_in_the_cluste
     async with worker(broker_url, redis, step_timeout_s=0.4) as running:
         address = (await running.record()).requests_address
         assert running.shell.health() is None
-        async with WatchedClient(zmq_context, address, "p0") as proxy:
+        with closing(WatchedClient(zmq_context, address, "p0")) as proxy:
             await proxy.send(Heartbeat())
             running.role.thread.submit(lambda _: release.wait(20) and None)
             async with asyncio.timeout(10):
@@ -266,7 +267,10 @@ async def test_aborts_reach_the_role_but_not_for_other_proxies_requests(
 ) -> None:
     async with worker(broker_url, redis) as running:
         address = (await running.record()).requests_address
-        async with WorkerClient(zmq_context, address, "p0") as owner, WorkerClient(zmq_context, address, "p1") as other:
+        async with (
+            worker_client(zmq_context, address, "p0") as owner,
+            worker_client(zmq_context, address, "p1") as other,
+        ):
             await owner.send(Generate("r", [1], [], SamplingParams()))
             await eventually(lambda: len(running.role.context.proxies) == 1)
             await other.send(Abort("r"))
@@ -282,7 +286,7 @@ async def test_a_proxy_that_asks_for_a_request_is_told_only_if_it_is_not_here(
 ) -> None:
     async with worker(broker_url, redis) as running:
         address = (await running.record()).requests_address
-        async with WorkerClient(zmq_context, address, "p0") as proxy, asyncio.timeout(5):
+        async with worker_client(zmq_context, address, "p0") as proxy, asyncio.timeout(5):
             for name in ("r", "ended"):
                 await proxy.send(Generate(name, [1], [], SamplingParams(), attempt=2))
             await eventually(lambda: len(running.role.context.proxies) == 2)
@@ -301,7 +305,7 @@ async def test_what_a_silent_proxy_had_asked_for_is_dropped_and_it_learns_of_it_
     async with worker(broker_url, redis) as running:
         running.shell._proxies._silence_s = 0.1
         address = (await running.record()).requests_address
-        async with WorkerClient(zmq_context, address, "p0") as proxy:
+        async with worker_client(zmq_context, address, "p0") as proxy:
             await proxy.send(Generate("r", [1], [], SamplingParams()))
             await eventually(lambda: running.role.aborted == ["r"])
             await proxy.send(Heartbeat())
@@ -318,7 +322,7 @@ async def test_what_a_proxy_leaves_is_dropped_at_once_while_the_broker_stands_st
         async with worker(url, redis) as running:
             address = (await running.record()).requests_address
             await eventually(lambda: running.shell.ready() is None)
-            async with WorkerClient(zmq_context, address, "p0") as proxy:
+            async with worker_client(zmq_context, address, "p0") as proxy:
                 await proxy.send(Generate("r", [1], [], SamplingParams()))
                 await eventually(lambda: len(running.role.context.proxies) == 1)
                 cable.set("stall")
@@ -393,7 +397,7 @@ async def leaving(
     async with worker(broker_url, redis) as running:
         address = (await running.record()).requests_address
         await eventually(lambda: running.shell.ready() is None)
-        async with WorkerClient(zmq_context, address, "p0") as proxy:
+        async with worker_client(zmq_context, address, "p0") as proxy:
             delay = running.role.context.metrics.gauges["first_request_delay_seconds"]
             assert delay() == 0.0
             await proxy.send(Generate("r", [1], [], SamplingParams()))

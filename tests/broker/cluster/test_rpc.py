@@ -41,6 +41,7 @@ from common.sampling_params import SamplingParams
 from tests.broker.conftest import running
 from tests.deadlines import timeless
 from tests.eventually import eventually
+from tests.worker_client import worker_client
 
 
 def generate(request_id: str) -> Generate:
@@ -74,7 +75,7 @@ async def test_each_proxy_gets_the_answers_to_its_own_requests(
 
 async def test_media_of_many_megabytes_pass(server: WorkerServer, zmq_context: zmq.asyncio.Context) -> None:
     media = os.urandom(32 * 2**20)
-    async with WorkerClient(zmq_context, server.address, "p") as client:
+    async with worker_client(zmq_context, server.address, "p") as client:
         await client.send(Encode("r", 0, 0, "image", "hash", media, "d0", time.monotonic()))
         _, message = await server.receive()
     assert isinstance(message, Encode)
@@ -88,7 +89,7 @@ async def test_a_request_that_is_too_large_is_not_sent_and_costs_nobody_else_any
     small = Encode("r", 0, 0, "image", "hash", bytes(2**16), "d0", time.monotonic())
     largest = msgspec.structs.replace(small, media=bytes(MAX_TO_WORKER_BYTES - len(encode(small)) + 2**16))
     assert len(encode(largest)) == MAX_TO_WORKER_BYTES
-    async with WorkerClient(zmq_context, server.address, "p") as client, asyncio.timeout(20):
+    async with worker_client(zmq_context, server.address, "p") as client, asyncio.timeout(20):
         monitor = client._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         await client.send(generate("before"))
         assert (await server.receive())[1] == generate("before")
@@ -126,7 +127,7 @@ async def test_an_answer_that_is_too_large_ends_its_request_and_no_other(
     zmq_context: zmq.asyncio.Context, answer: FromWorker, refusal: Callable[[ErrorInfo], FromWorker]
 ) -> None:
     server = WorkerServer(zmq_context)
-    async with WorkerClient(zmq_context, server.address, "p") as client, asyncio.timeout(20):
+    async with worker_client(zmq_context, server.address, "p") as client, asyncio.timeout(20):
         await client.send(Heartbeat())
         proxy, _ = await server.receive()
         assert server.send(proxy, Tokens("other", 0, [1])) == "sent"
@@ -160,7 +161,7 @@ async def test_a_request_sent_before_the_worker_is_there_arrives(zmq_context: zm
 async def test_another_process_at_a_workers_address_is_told_from_it(zmq_context: zmq.asyncio.Context) -> None:
     server = WorkerServer(zmq_context, life="b@2")
     for life, taken in (("a@1", False), ("b@1", False), ("b@2", True), ("", True)):
-        async with WorkerClient(zmq_context, server.address, "p", life=life) as client, asyncio.timeout(5):
+        async with worker_client(zmq_context, server.address, "p", life=life) as client, asyncio.timeout(5):
             await client.send(Heartbeat())
             proxy, _ = await server.receive()
             server.send(proxy, Tokens("r", 0, [1]))
@@ -179,7 +180,7 @@ async def test_hostile_bytes_are_counted_and_dropped(server: WorkerServer, zmq_c
         await raw.send_multipart(frames)
     with socket.create_connection(("127.0.0.1", int(server.address.rsplit(":", 1)[1]))) as stranger:
         stranger.sendall(os.urandom(4096))  # not even ZMQ
-    async with WorkerClient(zmq_context, server.address, "p") as client:
+    async with worker_client(zmq_context, server.address, "p") as client:
         await client.send(Abort("r"))
         seen: list[object] = []
 

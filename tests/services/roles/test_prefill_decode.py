@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
 from broker.cluster import rpc
-from broker.cluster.rpc import WorkerClient, connection_id
+from broker.cluster.rpc import connection_id
 from broker.handoff.channels import FIELD, GROUP, stream_key
 from broker.transports.tensors import addresses_by_scheme
 from broker.transports.zmq.wire import PIECE_BYTES, First
@@ -46,6 +46,7 @@ from services.roles.decoder import PrefillDecodeService
 from tests.eventually import eventually
 from tests.services.cluster import about_pictures, sign
 from tests.services.inprocess import CLUSTER, InProcess, Peer, in_process
+from tests.worker_client import worker_client
 
 
 @dataclass
@@ -142,7 +143,7 @@ async def test_a_request_that_comes_again_on_another_connection_is_told_that_it_
     message = await setting.generate("r")
     await eventually(lambda: setting.worker.gauge("requests_outstanding") == 1)
     address = (await setting.worker.record()).requests_address
-    async with WorkerClient(zmq_context, address, "the same proxy, anew") as again, asyncio.timeout(10):
+    async with worker_client(zmq_context, address, "the same proxy, anew") as again, asyncio.timeout(10):
         await again.send(message)
         failed = await again.receive()
     assert isinstance(failed, Failed)
@@ -157,9 +158,11 @@ async def test_a_request_that_comes_again_on_a_newer_connection_of_its_proxy_sta
 ) -> None:
     message = msgspec.structs.replace(await setting.generate("r"), request_id="s")
     address = (await setting.worker.record()).requests_address
-    older = WorkerClient(zmq_context, address, connection_id("p0", 7, 1))
-    newer = WorkerClient(zmq_context, address, connection_id("p0", 7, 2))
-    async with older, newer, asyncio.timeout(10):
+    async with (
+        worker_client(zmq_context, address, connection_id("p0", 7, 1)) as older,
+        worker_client(zmq_context, address, connection_id("p0", 7, 2)) as newer,
+        asyncio.timeout(10),
+    ):
         await older.send(message)
         await eventually(lambda: setting.worker.gauge("requests_outstanding") == 2)
         await newer.send(message)
@@ -180,7 +183,7 @@ async def test_a_proxy_that_dies_is_noticed_although_there_is_nothing_to_tell_it
 ) -> None:
     message = msgspec.structs.replace(await setting.generate("r"), request_id="s")
     address = (await setting.worker.record()).requests_address
-    async with WorkerClient(zmq_context, address, "mortal") as mortal:
+    async with worker_client(zmq_context, address, "mortal") as mortal:
         await mortal.send(message)
         await eventually(lambda: setting.worker.gauge("requests_outstanding") == 2)
     await eventually(lambda: setting.worker.gauge("requests_outstanding") == 1, SILENCE_S / 2)
