@@ -4,10 +4,14 @@
 // Libraries are made for large matrices. A decode step is bound by how fast weights and keys stream from memory, and by
 // what stands around the arithmetic. Weights stay as the checkpoint has them ([out, in], bfloat16). A row of x and a row
 // of the weight are both contiguous: for few rows pairs are multiplied along the row. More rows of x are packed.
-// Sums are float32 throughout. Threads are OpenMP's, the same ones as PyTorch's.
+// Sums are float32 throughout. Threads are OpenMP's, the same ones as PyTorch's. Where the processor multiplies tiles
+// (AMX), what is packed is what its tiles are loaded from: linear layers, and attention of many queries.
 
+#include <cpuid.h>
 #include <immintrin.h>
 #include <omp.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -24,6 +28,10 @@ struct bf16 {
 };
 
 constexpr int kLanes = 16;  // floats in a vector
+
+struct alignas(64) Line {  // one cache line of pairs of bfloat16
+    uint32_t pairs[kLanes];
+};
 
 // The first `count` lanes of a vector.
 inline __mmask16 lanes(int64_t count) { return count >= kLanes ? 0xffff : (1u << std::max<int64_t>(count, 0)) - 1; }
@@ -59,14 +67,91 @@ inline __m512 exponential(__m512 x) {
     return _mm512_scalef_ps(series, whole);
 }
 
-struct alignas(64) Line {  // one cache line of pairs of bfloat16
-    uint32_t pairs[kLanes];
+// --- tiles: one instruction multiplies 16 rows of 16 pairs by 16 pairs of 16 columns
+
+#if __has_include(<amxbf16intrin.h>)
+#define TILED __attribute__((target("amx-tile,amx-bf16")))
+
+// What the processor is told of them: eight, each of 16 rows of a line.
+alignas(64) constexpr struct {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+} kTileSizes;
+
+// The tiles of this thread, as long as it computes with them.
+struct Tiles {
+    TILED Tiles() { _tile_loadconfig(&kTileSizes); }
+    TILED ~Tiles() { _tile_release(); }
 };
+
+// 16 rows of num_pairs pairs, a multiple of 16, against kWidth blocks of packed columns -> sums [16][kWidth * 16], `width`
+// between rows. Pairs of a block are `pair_step` lines apart, blocks `block_step`. With kAhead the rows behind these are
+// called for, line by line as they lie in memory.
+template <int kWidth, bool kAhead>
+TILED void multiply_tiles(float* sums, int64_t width, const bf16* rows, int64_t stride, const Line* lines, int64_t pair_step,
+                          int64_t block_step, int64_t num_pairs) {
+    const int64_t step = sizeof(Line) * pair_step;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t p = 0; p < num_pairs; p += kLanes) {
+        const Line* block = lines + p * pair_step;
+        if (kAhead)
+            for (int i = 0; i < kLanes; i++) _mm_prefetch(rows + kLanes * (stride + 2 * p) + 32 * i, _MM_HINT_T1);
+        _tile_loadd(4, rows + 2 * p, 2 * stride);
+        _tile_loadd(5, block, step);
+        _tile_dpbf16ps(0, 4, 5);
+        if (kWidth < 2) continue;
+        _tile_loadd(6, block + block_step, step);
+        _tile_dpbf16ps(1, 4, 6);
+        if (kWidth < 3) continue;
+        _tile_loadd(7, block + 2 * block_step, step);
+        _tile_dpbf16ps(2, 4, 7);
+        if (kWidth < 4) continue;
+        _tile_loadd(5, block + 3 * block_step, step);
+        _tile_dpbf16ps(3, 4, 5);
+    }
+    _tile_stored(0, sums, 4 * width);
+    if (kWidth > 1) _tile_stored(1, sums + kLanes, 4 * width);
+    if (kWidth > 2) _tile_stored(2, sums + 2 * kLanes, 4 * width);
+    if (kWidth > 3) _tile_stored(3, sums + 3 * kLanes, 4 * width);
+}
+
+// Whether the processor has tiles, and Linux lets this process use them.
+bool ask_for_tiles() {
+    unsigned a, b, c, d = 0;
+    constexpr unsigned kProducts = 1u << 22, kTiles = 1u << 24;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || ~d & (kProducts | kTiles)) return false;
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#else  // a compiler that does not know them
+struct Tiles {
+    ~Tiles() {}
+};
+template <int kWidth, bool kAhead>
+void multiply_tiles(float*, int64_t, const bf16*, int64_t, const Line*, int64_t, int64_t, int64_t) {}
+bool ask_for_tiles() { return false; }
+#endif
+
+bool has_tiles = ask_for_tiles();
+
+template <bool kAhead>
+auto multiply_tiles_of(int64_t width) {
+    return width == 1   ? multiply_tiles<1, kAhead>
+           : width == 2 ? multiply_tiles<2, kAhead>
+           : width == 3 ? multiply_tiles<3, kAhead>
+                        : multiply_tiles<4, kAhead>;
+}
 
 // --- linear layers
 
 constexpr int kColumns = 8;   // rows of w at a time
-constexpr int kFewRows = 12;  // at most so many rows of x are multiplied as they are, more are packed
+constexpr int kFewRows = 12;  // at most so many rows of x are multiplied as they are, more are packed; one for tiles
+
+bool tiled(int64_t size_n, int64_t size_k) { return has_tiles && size_n % kLanes == 0 && size_k % (2 * kLanes) == 0; }
 
 inline __m512bh load_pairs(const bf16* from, __mmask32 mask) { return (__m512bh)_mm512_maskz_loadu_epi16(mask, from); }
 
@@ -127,14 +212,14 @@ inline void transpose(__m512i (&rows)[kLanes]) {
     }
 }
 
-// size_m rows of size_k, an even number; row i is at row_at(i) -> lines [size_m / 16, rounded up][size_k / 2]: pair p of 16
-// rows side by side. Another pair meets 16 rows at once, and nothing is added up along a vector. Rows behind the last are
-// zeros.
+// size_m rows of size_k, an even number; row i is at row_at(i) -> lines [size_m / 16, rounded up][num_pairs]: pair p of 16
+// rows side by side. Another pair meets 16 rows at once, and nothing is added up along a vector. Rows behind the last, and
+// pairs behind those of a row, are zeros.
 template <typename RowAt>
-inline void pack_rows(RowAt row_at, int64_t size_m, int64_t size_k, Line* lines) {
+inline void pack_rows(RowAt row_at, int64_t size_m, int64_t size_k, Line* lines, int64_t num_pairs) {
 #pragma omp parallel for schedule(static)
     for (int64_t m = 0; m < size_m; m += kLanes) {
-        Line* to = lines + m / kLanes * (size_k / 2);
+        Line *to = lines + m / kLanes * num_pairs, *end = to + num_pairs;
         for (int64_t k = 0; k < size_k; k += 2 * kLanes) {
             const int64_t pairs = std::min<int64_t>((size_k - k) / 2, kLanes);
             __m512i rows[kLanes];
@@ -144,6 +229,7 @@ inline void pack_rows(RowAt row_at, int64_t size_m, int64_t size_k, Line* lines)
             transpose(rows);
             for (int64_t p = 0; p < pairs; p++) _mm512_store_si512(to++, rows[p]);
         }
+        std::fill(to, end, Line{});
     }
 }
 
@@ -163,9 +249,14 @@ inline void multiply(__m512 (&sums)[kRows][kWidth], const Line* lines, int64_t s
     }
 }
 
-// Columns of 16 rows -> the rows, y_stride apart, as far as there are any.
-inline void store_rows(const __m256i (&columns)[kColumns], bf16* y, int64_t y_stride, int64_t size_m) {
-    __m256i twos[kColumns];
+// Sums of columns of 16 rows, and the bias of each -> the rows, y_stride apart, as far as there are any.
+inline void store_rows(const __m512 (&sums)[kColumns], const bf16* bias, bf16* y, int64_t y_stride, int64_t size_m) {
+    __m256i columns[kColumns], twos[kColumns];
+#pragma GCC unroll 8
+    for (int n = 0; n < kColumns; n++) {
+        const __m512 offset = _mm512_castsi512_ps(_mm512_set1_epi32(bias ? uint32_t(bias[n].bits) << 16 : 0));
+        columns[n] = (__m256i)_mm512_cvtneps_pbh(_mm512_add_ps(sums[n], offset));
+    }
 #pragma GCC unroll 8
     for (int n = 0; n < kColumns; n += 2) {
         twos[n] = _mm256_unpacklo_epi16(columns[n], columns[n + 1]);
@@ -201,13 +292,10 @@ void packed_tile(const Line* lines, const bf16* w, const bf16* bias, bf16* y, in
     }
 #pragma GCC unroll 4
     for (int b = 0; b < kBlocks; b++) {
-        __m256i columns[kColumns];
+        __m512 columns[kColumns];
 #pragma GCC unroll 8
-        for (int n = 0; n < kColumns; n++) {
-            const __m512 offset = _mm512_castsi512_ps(_mm512_set1_epi32(bias ? uint32_t(bias[n].bits) << 16 : 0));
-            columns[n] = (__m256i)_mm512_cvtneps_pbh(_mm512_add_ps(sums[n][b], offset));
-        }
-        store_rows(columns, y + b * kLanes * y_stride, y_stride, size_m - b * kLanes);
+        for (int n = 0; n < kColumns; n++) columns[n] = sums[n][b];
+        store_rows(columns, bias, y + b * kLanes * y_stride, y_stride, size_m - b * kLanes);
     }
 }
 
@@ -216,20 +304,50 @@ auto packed_tile_of(int64_t blocks) {
     return blocks == 1 ? packed_tile<1, kFirst> : blocks == 2 ? packed_tile<2, kFirst> : packed_tile<3, kFirst>;
 }
 
+// One or more blocks of packed rows, four at most, against 16 rows of w by tiles; the first blocks call for the next rows.
+void tiled_columns(const Line* lines, const bf16* w, const bf16* bias, bf16* y, int64_t y_stride, int64_t size_m,
+                   int64_t size_k, bool first) {
+    constexpr int64_t kMost = 4;
+    const int64_t num_pairs = size_k / 2, blocks = std::min((size_m + kLanes - 1) / kLanes, kMost);
+    Line sums[kLanes][kMost];
+    const auto multiply = first ? multiply_tiles_of<true>(blocks) : multiply_tiles_of<false>(blocks);
+    multiply((float*)sums, kMost * kLanes, w, size_k, lines, 1, num_pairs, num_pairs);
+    for (int64_t b = 0; b < blocks; b++)
+        for (int64_t n = 0; n < kLanes; n += kColumns) {
+            __m512 columns[kColumns];
+#pragma GCC unroll 8
+            for (int i = 0; i < kColumns; i++) columns[i] = _mm512_load_ps(&sums[n + i][b]);
+            store_rows(columns, bias ? bias + n : nullptr, y + b * kLanes * y_stride + n, y_stride, size_m - b * kLanes);
+        }
+}
+
 void multiply_packed(const bf16* x, int64_t x_stride, const bf16* w, const bf16* bias, bf16* y, int64_t size_m,
                      int64_t size_n, int64_t size_k) {
     thread_local std::vector<Line> packed;
     const int64_t num_blocks = (size_m + kLanes - 1) / kLanes, num_pairs = size_k / 2;
     packed.resize(std::max<int64_t>(num_blocks * num_pairs, packed.size()));
     Line* lines = packed.data();
-    pack_rows([=](int64_t m) { return x + m * x_stride; }, size_m, size_k, lines);
+    pack_rows([=](int64_t m) { return x + m * x_stride; }, size_m, size_k, lines, num_pairs);
+    const auto offsets = [=](int64_t n) { return bias ? bias + n : nullptr; };
+    if (tiled(size_n, size_k)) {
+#pragma omp parallel
+        {
+            const Tiles tiles;
+#pragma omp for schedule(static)
+            for (int64_t n = 0; n < size_n; n += kLanes)
+                for (int64_t m = 0; m < size_m; m += 4 * kLanes)
+                    tiled_columns(lines + m / kLanes * num_pairs, w + n * size_k, offsets(n), y + m * size_n + n, size_n,
+                                  size_m - m, size_k, m == 0);
+        }
+        return;
+    }
 #pragma omp parallel for schedule(static)
     for (int64_t n = 0; n < size_n; n += kColumns)
         for (int64_t b = 0, blocks; b < num_blocks; b += blocks) {
             blocks = num_blocks - b == 4 ? 2 : std::min<int64_t>(num_blocks - b, 3);
             const auto tile = b == 0 ? packed_tile_of<true>(blocks) : packed_tile_of<false>(blocks);
-            tile(lines + b * num_pairs, w + n * size_k, bias ? bias + n : nullptr, y + b * kLanes * size_n + n, size_n,
-                 size_m - b * kLanes, size_k);
+            tile(lines + b * num_pairs, w + n * size_k, offsets(n), y + b * kLanes * size_n + n, size_n, size_m - b * kLanes,
+                 size_k);
         }
 }
 
@@ -362,6 +480,7 @@ Attend<T> variant(int64_t head_dim, int64_t heads) {
 // --- attention of many queries over the same keys: encoders and prompts
 
 constexpr int kQueries = 6, kWide = 4;  // 6 x 4 sums are what the registers hold
+constexpr int kTiledQueries = kLanes;
 
 // Keys begin .. end of the first of many rows; those of each further row begin and end so many keys later.
 struct KeyRange {
@@ -376,15 +495,16 @@ struct KeyRange {
 // compiled, else 0.
 template <int kDim>
 struct PackedHead {
-    std::vector<Line> keys;     // [padded / 16][head_dim / 2]: pair p of 16 keys
+    std::vector<Line> keys;     // [padded / 16][num_pairs]: pair p of 16 keys
     std::vector<Line> values;   // [padded / 2][value_lines]: keys 2 j and 2 j + 1 side by side
-    std::vector<Line> scores;   // [kQueries][padded / 16] float32
-    std::vector<Line> weights;  // [kQueries][padded / 32] bfloat16
+    std::vector<Line> scores;   // [kTiledQueries][padded / 16] float32
+    std::vector<Line> weights;  // [kTiledQueries][padded / 32] bfloat16
+    std::vector<Line> queries;  // [kTiledQueries][num_pairs / 16] for tiles, with zeros
     int64_t padded;             // number of keys, to a multiple of kWide * 16, with zeros
     int64_t dim;
 
     int64_t head_dim() const { return kDim ? kDim : dim; }
-    int64_t num_pairs() const { return head_dim() / 2; }
+    int64_t num_pairs() const { return has_tiles ? (head_dim() / 2 + kLanes - 1) / kLanes * kLanes : head_dim() / 2; }
     int64_t value_lines() const { return (head_dim() + kLanes - 1) / kLanes; }
 
     template <typename KeyAt, typename ValueAt>
@@ -393,10 +513,10 @@ struct PackedHead {
         padded = (size + kWide * kLanes - 1) / (kWide * kLanes) * kWide * kLanes;
         keys.resize(padded / kLanes * num_pairs());
         values.resize(padded / 2 * value_lines());
-        scores.resize(kQueries * padded / kLanes);
-        weights.resize(kQueries * padded / kLanes / 2);
+        scores.resize(kTiledQueries * padded / kLanes);
+        weights.resize(kTiledQueries * padded / kLanes / 2);
         const int64_t blocks = (size + kLanes - 1) / kLanes, twos = (size + 1) / 2;
-        pack_rows(key_at, size, head_dim(), keys.data());
+        pack_rows(key_at, size, head_dim(), keys.data(), num_pairs());
         std::fill(keys.begin() + blocks * num_pairs(), keys.end(), Line{});
         for (int64_t j = 0; j < twos; j++)
             for (int64_t line = 0; line < value_lines(); line++) {
@@ -414,6 +534,13 @@ struct PackedHead {
     // the keys of `seen` for row q.
     void attend(const bf16* query, int64_t query_stride, int64_t count, float scale, bf16* out, int64_t out_stride,
                 KeyRange seen) {
+        if (has_tiles) {
+            const Tiles tiles;
+            for (int64_t i = 0; i < count; i += kTiledQueries)
+                attend_tiled(query + i * query_stride, query_stride, std::min<int64_t>(count - i, kTiledQueries), scale,
+                             out + i * out_stride, out_stride, seen.from(i));
+            return;
+        }
         for (int64_t i = 0; i < count; i += kQueries) {
             const int64_t first = std::min<int64_t>(i, count - kQueries);  // the last ones overlap
             attend_few(query + first * query_stride, query_stride, scale, out + first * out_stride, out_stride, seen.from(first));
@@ -421,10 +548,45 @@ struct PackedHead {
     }
 
    private:
+    // Keys around those that `count` rows see, from `start` to `width`, in whole steps.
+    static std::pair<int64_t, int64_t> around(KeyRange seen, int64_t count) {
+        const int64_t wide = kWide * kLanes;
+        return {seen.begin / wide * wide, (seen.end_of(count - 1) + wide - 1) / wide * wide};
+    }
+
+    // `count` rows, kTiledQueries at most.
+    void attend_tiled(const bf16* query, int64_t query_stride, int64_t count, float scale, bf16* out, int64_t out_stride,
+                      KeyRange seen) {
+        const auto [start, width] = around(seen, count);
+        queries.assign(kTiledQueries * num_pairs() / kLanes, Line{});
+        bf16* rows = (bf16*)queries.data();
+        for (int64_t q = 0; q < count; q++) std::copy_n(query + q * query_stride, head_dim(), rows + q * 2 * num_pairs());
+        float* score = (float*)scores.data();
+        bf16* weight = (bf16*)weights.data();
+        for (int64_t block = start / kLanes; block < width / kLanes; block += kWide)
+            multiply_tiles<kWide, false>(score + block * kLanes, width, rows, 2 * num_pairs(), &keys[block * num_pairs()], 1,
+                                         num_pairs(), num_pairs());
+        float factors[kTiledQueries];
+        for (int q = 0; q < count; q++)
+            factors[q] = soften(score + q * width, weight + q * width, scale, start, seen.begin_of(q), seen.end_of(q), width);
+        for (int64_t line = 0; line < value_lines(); line += kWide) {
+            const int64_t blocks = std::min<int64_t>(value_lines() - line, kWide);
+            Line sums[kTiledQueries][kWide];
+            multiply_tiles_of<false>(blocks)((float*)sums, kWide * kLanes, weight + start, width,
+                                             &values[start / 2 * value_lines() + line], value_lines(), 1, (width - start) / 2);
+            for (int q = 0; q < count; q++)
+                for (int b = 0; b < blocks; b++)
+                    store_part(_mm512_load_ps(&sums[q][b]), factors[q], out + q * out_stride, line + b);
+        }
+    }
+
+    void store_part(__m512 sums, float factor, bf16* out, int64_t line) const {
+        store(out + line * kLanes, lanes(head_dim() - line * kLanes), _mm512_mul_ps(sums, _mm512_set1_ps(factor)));
+    }
+
     // kQueries rows.
     void attend_few(const bf16* query, int64_t query_stride, float scale, bf16* out, int64_t out_stride, KeyRange seen) {
-        const int64_t wide = kWide * kLanes, start = seen.begin / wide * wide;
-        const int64_t width = (seen.end_of(kQueries - 1) + wide - 1) / wide * wide;
+        const auto [start, width] = around(seen, kQueries);
         float* score = (float*)scores.data();
         bf16* weight = (bf16*)weights.data();
         for (int64_t block = start / kLanes; block < width / kLanes; block += kWide) {
@@ -433,11 +595,11 @@ struct PackedHead {
                 multiply(sums, &keys[block * num_pairs() + p], num_pairs(), query + 2 * p, query_stride);
             for (int q = 0; q < kQueries; q++)
                 for (int w = 0; w < kWide; w++)
-                    _mm512_store_ps(score + q * width + (block + w) * kLanes, _mm512_mul_ps(sums[q][w], _mm512_set1_ps(scale)));
+                    _mm512_store_ps(score + q * width + (block + w) * kLanes, sums[q][w]);
         }
         float factors[kQueries];
         for (int q = 0; q < kQueries; q++)
-            factors[q] = soften(score + q * width, weight + q * width, start, seen.begin_of(q), seen.end_of(q), width);
+            factors[q] = soften(score + q * width, weight + q * width, scale, start, seen.begin_of(q), seen.end_of(q), width);
         for (int64_t line = 0; line < value_lines(); line += kWide) switch (value_lines() - line) {
             case 1: sum_values<1>(line, start, width, factors, out, out_stride); break;
             case 2: sum_values<2>(line, start, width, factors, out, out_stride); break;
@@ -453,21 +615,19 @@ struct PackedHead {
         for (int64_t j = start / 2; j < width / 2; j++)
             multiply(sums, &values[j * value_lines() + line], 1, (const bf16*)weights.data() + 2 * j, width);
         for (int q = 0; q < kQueries; q++)
-            for (int w = 0; w < kWidth; w++) {
-                const int64_t at = (line + w) * kLanes;
-                store(out + q * out_stride + at, lanes(head_dim() - at), _mm512_mul_ps(sums[q][w], _mm512_set1_ps(factors[q])));
-            }
+            for (int w = 0; w < kWidth; w++) store_part(sums[q][w], factors[q], out + q * out_stride, line + w);
     }
 
-    // exp(score - max) of keys begin to end as bfloat16, zero around them from start to width; returns the reciprocal of
-    // their sum.
-    static float soften(const float* score, bf16* weight, int64_t start, int64_t begin, int64_t end, int64_t width) {
+    // exp(scale * (score - max)) of keys begin to end as bfloat16, zero around them from start to width; returns the
+    // reciprocal of their sum.
+    static float soften(const float* score, bf16* weight, float scale, int64_t start, int64_t begin, int64_t end, int64_t width) {
         const auto seen = [=](int64_t i) -> __mmask16 { return lanes(end - i) & ~lanes(begin - i); };
         __m512 most = _mm512_set1_ps(-3e38f), sum = _mm512_setzero_ps();
         for (int64_t i = start; i < end; i += kLanes) most = _mm512_mask_max_ps(most, seen(i), most, load(score + i, 0xffff));
         most = _mm512_set1_ps(_mm512_reduce_max_ps(most));
         for (int64_t i = start; i < width; i += kLanes) {
-            const __m512 share = exponential(_mm512_sub_ps(load(score + i, 0xffff), most));
+            const __m512 below = _mm512_sub_ps(load(score + i, 0xffff), most);
+            const __m512 share = exponential(_mm512_mul_ps(below, _mm512_set1_ps(scale)));
             const __m512 value = _mm512_maskz_mov_ps(seen(i), share);
             store(weight + i, 0xffff, value);
             sum = _mm512_add_ps(sum, value);
@@ -628,12 +788,15 @@ void paged_attention(const T* query, int64_t query_stride, const Cache<T>& cache
 
 extern "C" {
 
+// Compute with tiles from now on, as this library does where it can, or without; returns whether.
+bool use_tiles(bool wanted) { return has_tiles = wanted && ask_for_tiles(); }
+
 // x [size_m, size_k] with x_stride between rows, w [size_n, size_k], bias [size_n] or null -> y [size_m, size_n].
 // size_n is a multiple of eight, size_k of four.
 void linear(const bf16* x, int64_t x_stride, const bf16* w, const bf16* bias, bf16* y, int64_t size_m, int64_t size_n,
             int64_t size_k) {
     kept([=] {
-        if (size_m > kFewRows) {
+        if (size_m > (tiled(size_n, size_k) ? 1 : kFewRows)) {
             multiply_packed(x, x_stride, w, bias, y, size_m, size_n, size_k);
             return;
         }

@@ -11,10 +11,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.native.build import cpu_flags, load_kernels
+from engine.native.build import load_kernels
 
-MAX_LINEAR_ROWS: Final = 64 if "amx_bf16" in cpu_flags() else 192
-"""From about here on PyTorch's matrix product, which packs its operands, is as fast; with AMX, not measured, sooner."""
+MAX_LINEAR_ROWS: Final = 192
+"""From about here on PyTorch's matrix product, which packs its operands, is as fast."""
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _STRIDES = _INT * 3

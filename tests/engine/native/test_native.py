@@ -27,14 +27,18 @@ from engine.native import build, ops
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _kernels() -> Iterator[None]:
+@pytest.fixture(scope="module", autouse=True, params=["vectors", "tiles"])
+def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     with patch.object(ops, "_enabled", ops.is_enabled()):  # as before when the tests have ended
         try:
             ops.enable()
         except build.KernelsUnavailableError as error:
             pytest.skip(str(error))
+        tiles = request.param == "tiles"
+        if ops._library.use_tiles(tiles) != tiles:
+            pytest.skip("this processor has no AMX")
         yield
+        ops._library.use_tiles(True)
 
 
 def random(seed: int, *shape: int) -> Tensor:
@@ -49,10 +53,12 @@ def assert_rounded(got: Tensor, exact: Tensor) -> None:
 @settings(deadline=None, max_examples=100)
 @example(rows=13, eights=3, fours=1, beside=2, biased=True, seed=0)  # the least that is packed
 @example(rows=ops.MAX_LINEAR_ROWS, eights=12, fours=50, beside=0, biased=False, seed=0)
+@example(rows=2, eights=2, fours=8, beside=2, biased=True, seed=0)  # the least for tiles
+@example(rows=ops.MAX_LINEAR_ROWS, eights=12, fours=48, beside=0, biased=False, seed=0)
 @given(
     rows=st.integers(1, 20) | st.integers(21, ops.MAX_LINEAR_ROWS),
     eights=st.integers(1, 12),
-    fours=st.integers(1, 50),
+    fours=st.integers(1, 50) | st.sampled_from([8, 16, 32, 48]),
     beside=st.integers(0, 3),
     biased=st.booleans(),
     seed=SEEDS,
