@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import groupby
+from typing import Any, Final
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
@@ -16,7 +18,57 @@ from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position
 
 from engine.device.h2d import send_tensor
 from engine.models.base import CheckpointLayout, EncoderModel
+from engine.models.layers import RMSNorm, rotate, silu_mul
 from engine.processors import ProcessedInput
+
+_NORM_EPS: Final = 1e-6
+
+
+class GatedMLP(nn.Module):
+    """[n, size] -> [n, size] with SwiGLU, its two products in one."""
+
+    def __init__(self, size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(size, 2 * intermediate_size)
+        self.down_proj = nn.Linear(intermediate_size, size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.down_proj(silu_mul(self.gate_up_proj(hidden)))
+        return output
+
+
+class VisionAttention(nn.Module):
+    """Attention within images or windows that lie end to end, by the attention function that `config` names.
+
+    transformers' own rotates in ten passes, and calls the function once for each window.
+    """
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__()
+        self.qkv, self.proj, self.config = theirs.qkv, theirs.proj, theirs.config
+        self.num_heads, self.head_dim = theirs.num_heads, theirs.head_dim
+
+    def forward(
+        self, hidden_states: Tensor, cu_seqlens: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any
+    ) -> Tensor:
+        """hidden_states [n, size], cu_seqlens [m + 1]; cosines and sines [n, head_dim] -> [n, size]"""
+        heads = self.qkv(hidden_states).unflatten(-1, (3, self.num_heads, self.head_dim))
+        cosines, sines = (table[:, None] for table in position_embeddings)
+        sines = torch.cat((-sines[..., : self.head_dim // 2], sines[..., self.head_dim // 2 :]), -1)
+        rotated = rotate(heads[:, :2].flatten(1, 2), cosines, sines).view(len(heads), 2, *heads.shape[2:])
+        name = self.config._attn_implementation
+        in_one = "flash" in name
+        more = {"cu_seq_lens_q": cu_seqlens} if in_one else {}
+        attended, begin = [], 0
+        for length, equal in groupby([len(heads)] if in_one else cu_seqlens.diff().tolist()):
+            count = len(list(equal))
+            rows = slice(begin, begin := begin + count * length)
+            parts = (x[rows].unflatten(0, (count, length)) for x in (rotated[:, 0], rotated[:, 1], heads[:, 2]))
+            query, key, value = (x.transpose(1, 2) for x in parts)
+            out, _ = ALL_ATTENTION_FUNCTIONS[name](self, query, key, value, None, is_causal=False, **more)
+            attended.append(out.flatten(0, 1))
+        output: Tensor = self.proj(torch.cat(attended).flatten(1))
+        return output
 
 
 class QwenVisionEncoder(EncoderModel):
@@ -31,6 +83,9 @@ class QwenVisionEncoder(EncoderModel):
     def __init__(self, config: Any) -> None:
         self._config = config.vision_config
         self.module = self.unmasked = self.tower(self._config)
+        blocks: Any = self.module.get_submodule("blocks")
+        for block in blocks:
+            block.attn = VisionAttention(block.attn)
         self._merge_unit = self._config.spatial_merge_size**2
 
     def finish_loading(self, device: torch.device) -> None:
@@ -84,6 +139,14 @@ class Qwen2VLEncoder(QwenVisionEncoder):
 
 class Qwen2_5_VLEncoder(QwenVisionEncoder):
     tower = Qwen2_5_VisionTransformerPretrainedModel
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        size = self._config.hidden_size
+        blocks: Any = self.module.get_submodule("blocks")
+        for block in blocks:
+            block.norm1, block.norm2 = RMSNorm(size, _NORM_EPS), RMSNorm(size, _NORM_EPS)
+            block.mlp = GatedMLP(size, self._config.intermediate_size)
 
     def layout_of(self, sizes: Tensor, device: torch.device) -> dict[str, Any]:
         config = self._config

@@ -170,7 +170,7 @@ def rotate(x: Tensor, cosines: Tensor, signed_sines: Tensor) -> Tensor:
     if kernels is not None and kernels.serves_rotation(x):
         kernels.rotate(x, cosines, signed_sines)
         return x
-    return torch.addcmul(x * cosines, x.roll(x.shape[-1] // 2, -1), signed_sines)
+    return torch.addcmul(x * cosines, x.roll(x.shape[-1] // 2, -1), signed_sines).to(x.dtype)
 
 
 def _frequencies(config: TextConfig) -> tuple[Tensor, float]:

@@ -13,7 +13,7 @@ import torch
 from common.config import LoadFormat
 from common.errors import TriptychError
 from common.model_info import ModelInfo
-from engine.models.base import DecoderModel, EncoderModel, LoadReport, Sources
+from engine.models.base import DecoderModel, EncoderModel, LoadReport, fused_sources
 from engine.models.layers import Linear
 from engine.models.loading.dummy import draw_weights
 from engine.models.loading.loader import load_weights
@@ -106,7 +106,7 @@ def load_encoder(
     if load_format == "dummy":
         report = draw_weights(encoder.module, device, dtype)
     else:
-        sources: Sources = {name: (name,) for name, _ in encoder.module.named_parameters()}
+        sources = fused_sources(encoder.module, {"gate_up_proj": ("gate_proj", "up_proj")})
         report = load_weights(encoder.module, sources, encoder.layout, info, device, dtype)
     encoder.finish_loading(device)
     return encoder, report

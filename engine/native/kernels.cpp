@@ -784,6 +784,27 @@ void paged_attention(const T* query, int64_t query_stride, const Cache<T>& cache
         }
 }
 
+template <typename T>
+void rotate(bf16* x, int64_t x_stride, const T* cosines, const T* sines, int64_t num_tokens, int64_t num_heads,
+            int64_t head_dim) {
+    const int64_t half = head_dim / 2;
+#pragma omp parallel for schedule(static) if (num_tokens >= 16)
+    for (int64_t token = 0; token < num_tokens; token++)
+        for (int64_t i = 0; i < half; i += kLanes) {
+            const int64_t at = token * head_dim + i;
+            const __mmask16 mask = lanes(half - i);
+            const __m512 cos_low = load(cosines + at, mask), cos_high = load(cosines + at + half, mask);
+            const __m512 sin_low = load(sines + at, mask), sin_high = load(sines + at + half, mask);
+            for (int64_t head = 0; head < num_heads; head++) {
+                bf16* low = x + token * x_stride + head * head_dim + i;
+                bf16* high = low + half;
+                const __m512 first = load(low, mask), second = load(high, mask);
+                store(low, mask, _mm512_fmadd_ps(second, sin_low, _mm512_mul_ps(first, cos_low)));
+                store(high, mask, _mm512_fmadd_ps(first, sin_high, _mm512_mul_ps(second, cos_high)));
+            }
+        }
+}
+
 }  // namespace
 
 extern "C" {
@@ -904,26 +925,14 @@ void silu_mul(const bf16* gate_up, bf16* y, int64_t num_rows, int64_t size) {
 }
 
 // x [num_tokens, num_heads, head_dim] in place, x_stride between tokens; cosines and signed sines [num_tokens, head_dim]:
-// x * cos + (second half, first half) * sin. head_dim is a multiple of 32.
-void rotate(bf16* x, int64_t x_stride, const bf16* cosines, const bf16* sines, int64_t num_tokens, int64_t num_heads,
-            int64_t head_dim) {
-    kept([=] {
-        const int64_t half = head_dim / 2;
-#pragma omp parallel for schedule(static) if (num_tokens >= 16)
-        for (int64_t token = 0; token < num_tokens; token++)
-            for (int64_t i = 0; i < half; i += kLanes) {
-                const int64_t at = token * head_dim + i;
-                const __m512 cos_low = load(cosines + at, 0xffff), cos_high = load(cosines + at + half, 0xffff);
-                const __m512 sin_low = load(sines + at, 0xffff), sin_high = load(sines + at + half, 0xffff);
-                for (int64_t head = 0; head < num_heads; head++) {
-                    bf16* low = x + token * x_stride + head * head_dim + i;
-                    bf16* high = low + half;
-                    const __m512 first = load(low, 0xffff), second = load(high, 0xffff);
-                    store(low, 0xffff, _mm512_fmadd_ps(second, sin_low, _mm512_mul_ps(first, cos_low)));
-                    store(high, 0xffff, _mm512_fmadd_ps(first, sin_high, _mm512_mul_ps(second, cos_high)));
-                }
-            }
-    });
+// x * cos + (second half, first half) * sin. head_dim is even.
+void rotate_by_bf16(bf16* x, int64_t x_stride, const bf16* cosines, const bf16* sines, int64_t num_tokens,
+                    int64_t num_heads, int64_t head_dim) {
+    kept([=] { rotate(x, x_stride, cosines, sines, num_tokens, num_heads, head_dim); });
+}
+void rotate_by_f32(bf16* x, int64_t x_stride, const float* cosines, const float* sines, int64_t num_tokens,
+                   int64_t num_heads, int64_t head_dim) {
+    kept([=] { rotate(x, x_stride, cosines, sines, num_tokens, num_heads, head_dim); });
 }
 
 }  // extern "C"

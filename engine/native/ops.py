@@ -27,7 +27,8 @@ _SIGNATURES: Final = {
     "write_cache": [_POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _INT],
     "add_rms_norm": [_POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _FLOAT],
     "silu_mul": [_POINTER, _POINTER, _INT, _INT],
-    "rotate": [_POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _INT],
+    "rotate_by_bf16": [_POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _INT],
+    "rotate_by_f32": [_POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _INT],
 }
 
 _enabled = False
@@ -93,14 +94,15 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def serves_rotation(x: Tensor) -> bool:
-    return x.shape[-1] % 32 == 0 and serves(x) and x.stride(1) == x.shape[-1]
+    return x.shape[-1] % 2 == 0 and serves(x) and x.stride(1) == x.shape[-1]
 
 
 def rotate(x: Tensor, cosines: Tensor, signed_sines: Tensor) -> None:
-    """x [n, heads, head_dim] in place; cosines and sines contiguous [n, 1, head_dim]."""
+    """x [n, heads, head_dim] in place; cosines and sines contiguous [n, 1, head_dim], bfloat16 or float32."""
     num_tokens, num_heads, head_dim = x.shape
     tables = cosines.data_ptr(), signed_sines.data_ptr()
-    _library.rotate(x.data_ptr(), x.stride(0), *tables, num_tokens, num_heads, head_dim)
+    rotated = _library.rotate_by_bf16 if cosines.dtype == torch.bfloat16 else _library.rotate_by_f32
+    rotated(x.data_ptr(), x.stride(0), *tables, num_tokens, num_heads, head_dim)
 
 
 def write_cache(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:

@@ -15,9 +15,9 @@ from engine.models.registry import load_encoder
 from engine.processors import ProcessedInput
 from tests.media_files import encoded, noise
 
-PATCHES_ATOL = 4e-5
-"""Of Qwen's towers in float32 from the same in float64, with outputs of up to 10. transformers' own convolution of
-patches strays by up to 6e-5."""
+PATCHES_ATOL = 1e-4
+"""Of Qwen's towers in float32 from the same in float64, with outputs of up to 10. On processors with AVX-512 Triptych's
+stray by up to 6e-5, transformers' own by up to 1.2e-4."""
 QWEN_SIZES = ((28, 28), (84, 140), (196, 112), (28, 196), (150, 75))
 
 

@@ -97,12 +97,20 @@ def test_gated_activation(rows: int, size: int, seed: int) -> None:
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.integers(1, 20), st.integers(1, 5), st.sampled_from([32, 64, 128]), SEEDS)
+@given(
+    st.integers(1, 20),
+    st.integers(1, 5),
+    st.sampled_from([2, 32, 64, 80, 128]),
+    st.sampled_from([torch.bfloat16, torch.float32]),
+    SEEDS,
+)
 @torch.inference_mode()
-def test_rotation_changes_its_heads_and_nothing_else(tokens: int, heads: int, head_dim: int, seed: int) -> None:
+def test_rotation_changes_its_heads_and_nothing_else(
+    tokens: int, heads: int, head_dim: int, dtype: torch.dtype, seed: int
+) -> None:
     wide = random(seed, tokens, heads + 2, head_dim)
     before = wide.clone()
-    cosines, sines = random(seed + 1, tokens, 1, head_dim), random(seed + 2, tokens, 1, head_dim)
+    cosines, sines = (random(seed + table, tokens, 1, head_dim).to(dtype) for table in (1, 2))
     with patch.object(ops, "_enabled", False):
         expected = rotate(before[:, :heads].float(), cosines.float(), sines.float())
     assert_rounded(rotate(wide[:, :heads], cosines, sines), expected)
