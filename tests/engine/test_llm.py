@@ -44,6 +44,12 @@ def test_an_unknown_option_is_refused_with_the_closest_name() -> None:
         LLM("signpost", kv_cache_bytez=3)
 
 
+def test_a_part_of_another_type_is_refused_not_left_out() -> None:
+    parts = [{"type": "image_url", "image_url": {"url": "file:///sign.png"}}, {"type": "text", "text": "What is it?"}]
+    with pytest.raises(TriptychError, match="text, image, audio and video, not image_url"):
+        LLM("signpost").chat([{"role": "user", "content": parts}], GREEDY)
+
+
 def test_prompts_without_parameters_are_sampled_as_generation_config_says(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(LLM("signpost").info.folder, tmp_path / "model"))
     greedy = SamplingParams(temperature=0.0, max_tokens=256)
