@@ -17,6 +17,7 @@ from common.model_info import load_model_info
 from engine.core.encoder_engine import EncoderEngine, EncoderKey
 from engine.processors import ProcessedInput
 from tests import tiny_models
+from tests.engine.models.encoders import PATCHES_ATOL
 
 HIDDEN_SIZE = 64
 
@@ -66,7 +67,7 @@ def test_one_step_encodes_items_of_several_requests(folder: Path) -> None:
         assert result.tensor.is_contiguous()
         assert result.tensor.untyped_storage().nbytes() == result.tensor.nbytes  # no output keeps its batch alive
         alone = engine.encoder.encode([items[result.key]])[0]
-        torch.testing.assert_close(result.tensor, alone, rtol=0, atol=1e-5)
+        torch.testing.assert_close(result.tensor, alone, rtol=0, atol=PATCHES_ATOL)
         assert result.start_s <= result.end_s
     stats = engine.stats()
     assert stats.pop("encoder_computations") >= 4
