@@ -1,4 +1,8 @@
-"""Vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: transformers' own modules, images of any sizes in one batch."""
+"""Vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, images of any sizes in one batch.
+
+The modules are transformers' own, except attention and, in Qwen2.5-VL, norms and MLPs: kernels of `engine.models.layers`
+compute rotations, norms and gates in one pass each.
+"""
 
 from __future__ import annotations
 
