@@ -1,7 +1,7 @@
 """Vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, images of any sizes in one batch.
 
-The modules are transformers' own, except attention and, in Qwen2.5-VL, norms and MLPs: kernels of `engine.models.layers`
-compute rotations, norms and gates in one pass each.
+The modules are transformers' own, except attention and, in Qwen2.5-VL, norms and MLPs: kernels of
+`engine.models.layers` compute rotations, norms and gates in one pass each.
 """
 
 from __future__ import annotations
