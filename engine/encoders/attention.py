@@ -2,7 +2,7 @@
 
 transformers asks a registered function for attention by the name in the module's configuration. A name with "flash" in
 it makes the towers of Qwen2-VL and its successors report the starts of images and windows (`cu_seq_lens_q`), instead of
-calling once for each. All sequences of a batch then run in a single launch.
+calling once for neighbours of a length. All sequences of a batch then run in a single launch.
 
 Layers pass the mask or bias of each item as transformers' own do: `attention_mask` [batch, 1 or num_heads, size, size],
 bool (True: seen) or addends, and T5's as `position_bias`. PyTorch computes these; on CUDA FlashInfer takes bool masks

@@ -87,6 +87,7 @@ class QwenVisionEncoder(EncoderModel):
     def __init__(self, config: Any) -> None:
         self._config = config.vision_config
         self.module = self.unmasked = self.tower(self._config)
+        self._config._attn_implementation = "sdpa"  # until a kernel takes its place, whatever config.json says
         blocks: Any = self.module.get_submodule("blocks")
         for block in blocks:
             block.attn = VisionAttention(block.attn)
@@ -150,7 +151,8 @@ class Qwen2_5_VLEncoder(QwenVisionEncoder):
         blocks: Any = self.module.get_submodule("blocks")
         for block in blocks:
             block.norm1, block.norm2 = RMSNorm(size, _NORM_EPS), RMSNorm(size, _NORM_EPS)
-            block.mlp = GatedMLP(size, self._config.intermediate_size)
+            if self._config.hidden_act in ("silu", "swish"):
+                block.mlp = GatedMLP(size, self._config.intermediate_size)
 
     def layout_of(self, sizes: Tensor, device: torch.device) -> dict[str, Any]:
         config = self._config
