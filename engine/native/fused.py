@@ -2,7 +2,8 @@
 
 A decode step reads a weight matrix in tens of microseconds, and a launch that moves a few kilobytes takes two. With
 sixteen such launches a layer, a small model would spend a third of its time on them. Everything is computed in float32
-and rounded where PyTorch's composition rounds. Triton comes with PyTorch for CUDA; there is nothing to build ahead.
+and rounded where PyTorch's composition in the dtype of the rows rounds. Triton comes with PyTorch for CUDA; there is
+nothing to build ahead.
 """
 
 from __future__ import annotations

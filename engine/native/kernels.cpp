@@ -127,7 +127,7 @@ bool ask_for_tiles() {
     constexpr long kRequestPermission = 0x1023, kTileData = 18;
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
-#else  // a compiler that does not know them
+#else  // a compiler that does not know them; GCC does from 11 on
 struct Tiles {
     ~Tiles() {}
 };
@@ -497,8 +497,8 @@ template <int kDim>
 struct PackedHead {
     std::vector<Line> keys;     // [padded / 16][num_pairs]: pair p of 16 keys
     std::vector<Line> values;   // [padded / 2][value_lines]: keys 2 j and 2 j + 1 side by side
-    std::vector<Line> scores;   // [kTiledQueries][padded / 16] float32
-    std::vector<Line> weights;  // [kTiledQueries][padded / 32] bfloat16
+    std::vector<Line> scores;   // [kQueries or kTiledQueries][padded / 16] float32
+    std::vector<Line> weights;  // [as many][padded / 32] bfloat16
     std::vector<Line> queries;  // [kTiledQueries][num_pairs / 16] for tiles, with zeros
     int64_t padded;             // number of keys, to a multiple of kWide * 16, with zeros
     int64_t dim;
@@ -513,8 +513,9 @@ struct PackedHead {
         padded = (size + kWide * kLanes - 1) / (kWide * kLanes) * kWide * kLanes;
         keys.resize(padded / kLanes * num_pairs());
         values.resize(padded / 2 * value_lines());
-        scores.resize(kTiledQueries * padded / kLanes);
-        weights.resize(kTiledQueries * padded / kLanes / 2);
+        const int64_t rows = has_tiles ? kTiledQueries : kQueries;
+        scores.resize(rows * padded / kLanes);
+        weights.resize(rows * padded / kLanes / 2);
         const int64_t blocks = (size + kLanes - 1) / kLanes, twos = (size + 1) / 2;
         pack_rows(key_at, size, head_dim(), keys.data(), num_pairs());
         std::fill(keys.begin() + blocks * num_pairs(), keys.end(), Line{});

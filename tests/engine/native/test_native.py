@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
             ops.enable()
         except build.KernelsUnavailableError as error:
             pytest.skip(str(error))
+        ops._library.use_tiles.restype = ctypes.c_bool
         tiles = request.param == "tiles"
         if ops._library.use_tiles(tiles) != tiles:
             pytest.skip("this processor has no AMX")
