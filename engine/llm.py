@@ -523,11 +523,11 @@ def _chat_prompt(
         content = message["content"]
         if not isinstance(content, str):
             for part in content:
-                if part["type"] in ("image", "audio", "video"):
-                    media.setdefault(part["type"], []).append(part[part["type"]])
-                elif part["type"] != "text":
-                    given = part["type"]
-                    raise invalid(f"LLM.chat takes parts of type text, image, audio and video, not {given}", "messages")
+                kind = part.get("type")
+                if kind in ("image", "audio", "video"):
+                    media.setdefault(kind, []).append(part[kind])
+                elif kind != "text":
+                    raise invalid(f"LLM.chat takes parts of type text, image, audio and video, not {kind}", "messages")
             content = [{k: v for k, v in part.items() if k in ("type", "text")} for part in content]
         rendered.append({**message, "content": content})
     return {"prompt_token_ids": render(rendered), "multi_modal_data": media}
