@@ -151,7 +151,7 @@ class DecoderModel(nn.Module, ABC):
 
 
 class EncoderModel(ABC):
-    """An encoder for items of many requests in a batch. `module` is transformers' own, or has parts in its place.
+    """An encoder for items of many requests in a batch. `module` is transformers' own, with parts replaced or not.
 
     `unmasked` is the part of it whose attention never has a mask, so that a kernel for whole sequences serves it.
     `padded` is the part that masks padding alone: FlashInfer serves it where layers are told the beginnings of rows.

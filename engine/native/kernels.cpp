@@ -151,6 +151,8 @@ auto multiply_tiles_of(int64_t width) {
 constexpr int kColumns = 8;   // rows of w at a time
 constexpr int kFewRows = 12;  // at most so many rows of x are multiplied as they are, more are packed; one for tiles
 
+constexpr int kTiledBlocks = 4;  // blocks of packed rows that tiles take at a time
+
 bool tiled(int64_t size_n, int64_t size_k) { return has_tiles && size_n % kLanes == 0 && size_k % (2 * kLanes) == 0; }
 
 inline __m512bh load_pairs(const bf16* from, __mmask32 mask) { return (__m512bh)_mm512_maskz_loadu_epi16(mask, from); }
@@ -304,14 +306,13 @@ auto packed_tile_of(int64_t blocks) {
     return blocks == 1 ? packed_tile<1, kFirst> : blocks == 2 ? packed_tile<2, kFirst> : packed_tile<3, kFirst>;
 }
 
-// One or more blocks of packed rows, four at most, against 16 rows of w by tiles; the first blocks call for the next rows.
+// Blocks of packed rows, kTiledBlocks at most, against 16 rows of w by tiles; the first blocks call for the next rows.
 void tiled_columns(const Line* lines, const bf16* w, const bf16* bias, bf16* y, int64_t y_stride, int64_t size_m,
                    int64_t size_k, bool first) {
-    constexpr int64_t kMost = 4;
-    const int64_t num_pairs = size_k / 2, blocks = std::min((size_m + kLanes - 1) / kLanes, kMost);
-    Line sums[kLanes][kMost];
+    const int64_t num_pairs = size_k / 2, blocks = std::min<int64_t>((size_m + kLanes - 1) / kLanes, kTiledBlocks);
+    Line sums[kLanes][kTiledBlocks];
     const auto multiply = first ? multiply_tiles_of<true>(blocks) : multiply_tiles_of<false>(blocks);
-    multiply((float*)sums, kMost * kLanes, w, size_k, lines, 1, num_pairs, num_pairs);
+    multiply((float*)sums, kTiledBlocks * kLanes, w, size_k, lines, 1, num_pairs, num_pairs);
     for (int64_t b = 0; b < blocks; b++)
         for (int64_t n = 0; n < kLanes; n += kColumns) {
             __m512 columns[kColumns];
@@ -335,7 +336,7 @@ void multiply_packed(const bf16* x, int64_t x_stride, const bf16* w, const bf16*
             const Tiles tiles;
 #pragma omp for schedule(static)
             for (int64_t n = 0; n < size_n; n += kLanes)
-                for (int64_t m = 0; m < size_m; m += 4 * kLanes)
+                for (int64_t m = 0; m < size_m; m += kTiledBlocks * kLanes)
                     tiled_columns(lines + m / kLanes * num_pairs, w + n * size_k, offsets(n), y + m * size_n + n, size_n,
                                   size_m - m, size_k, m == 0);
         }
