@@ -1,4 +1,4 @@
-"""Attention kernels for transformers' encoders: C++ for bfloat16 on a CPU, FlashInfer on CUDA.
+"""Kernels for transformers' encoders: C++ for bfloat16 on a CPU, and FlashInfer's attention on CUDA.
 
 transformers asks a registered function for attention by the name in the module's configuration. A name with "flash" in
 it makes the towers of Qwen2-VL and its successors report the starts of images and windows (`cu_seq_lens_q`), instead of
@@ -12,7 +12,8 @@ that are the same for all heads.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -26,6 +27,7 @@ from engine.attention.flashinfer.ragged import FlashInferRagged
 from engine.attention.flashinfer.wrappers import RAGGED_WORKSPACE_BYTES, Workspace, load_flashinfer
 from engine.attention.select import kernels_missing
 from engine.models.base import EncoderModel
+from engine.models.layers import Linear
 from engine.native import ops
 from engine.native.build import KernelsUnavailableError
 from engine.state.spec import HeadSpec
@@ -54,9 +56,23 @@ def use_kernels(encoder: EncoderModel, device: torch.device, dtype: torch.dtype,
         except KernelsUnavailableError as error:
             log.warning("CPU kernels not available: the encoder computes with PyTorch alone", reason=str(error))
             return False
+        _replace_products(encoder.module.modules())
         if encoder.unmasked is not None:
             _call(encoder.unmasked, CPU_NAME, attend)
     return True
+
+
+def _replace_products(layers: Iterable[Any]) -> None:
+    """Let linear layers use the kernels, and convolutions compute in float32 where bfloat16 is slow."""
+    for layer in layers:
+        if type(layer) is nn.Linear:
+            layer.__class__ = Linear
+        elif isinstance(layer, nn.Conv1d | nn.Conv2d) and not ops.has_pairs:
+            layer._conv_forward = partial(_in_float32, layer._conv_forward)  # type: ignore[method-assign]
+
+
+def _in_float32(convolve: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return convolve(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
 
 def attend(

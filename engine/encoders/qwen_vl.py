@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
@@ -22,7 +21,7 @@ from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position
 
 from engine.device.h2d import send_tensor
 from engine.models.base import CheckpointLayout, EncoderModel
-from engine.models.layers import RMSNorm, rotate, silu_mul
+from engine.models.layers import RMSNorm, linear, rotate, silu_mul
 from engine.processors import ProcessedInput
 
 _NORM_EPS: Final = 1e-6
@@ -100,7 +99,7 @@ class QwenVisionEncoder(EncoderModel):
         self.module.register_module("rotary_pos_emb", rotary.to(device))
         # A patch lies in a row: its convolution is a matrix product, which PyTorch computes in a quarter of the time.
         patches: Any = self.module.get_submodule("patch_embed")
-        patches.forward = lambda pixels: F.linear(pixels, patches.proj.weight.flatten(1), patches.proj.bias)
+        patches.forward = lambda pixels: linear(pixels, patches.proj.weight.flatten(1), patches.proj.bias)
 
     @torch.inference_mode()
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:

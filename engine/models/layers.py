@@ -91,7 +91,7 @@ def use_layer_kernels(device: torch.device, attention_backend: str) -> bool:
 
 
 class Linear(nn.Linear):
-    """[m, in_features] -> [m, out_features]; a quantised weight can take the place of the parameter."""
+    """[..., in_features] -> [..., out_features]; a quantised weight can take the place of the parameter."""
 
     def replace_weight(self, weight: SmallWeight) -> None:
         del self.weight

@@ -1,7 +1,7 @@
 """Compile the kernels with this machine's C++ compiler and load the library; four seconds, once per machine.
 
-The kernels of a decode step use AVX-512 with bfloat16 products (x86 servers from Cooper Lake, Zen 4 on), those of
-quantised weights AVX2. Whoever lacks these, or a compiler, computes with PyTorch alone.
+The kernels of a decode step use AVX-512 with bfloat16 products (x86 servers from Cooper Lake, Zen 4 on), else AVX2, as
+those of quantised weights. Whoever lacks AVX2 (x86 before Haswell, Zen), or a compiler, computes with PyTorch alone.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ class KernelSource(NamedTuple):
 
 
 _FLAGS: Final = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
-STEP: Final = KernelSource(
-    Path(__file__).with_name("kernels.cpp"),
-    ("-march=x86-64-v4", "-mavx512bf16", *_FLAGS),
-    frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}),
+_WIDE: Final = ("-march=x86-64-v4", "-mavx512bf16", *_FLAGS)
+_HAS_WIDE: Final = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
+_NARROW: Final = ("-march=x86-64-v3", *_FLAGS)
+_HAS_NARROW: Final = frozenset({"avx2", "fma", "f16c"})
+_FOLDER: Final = Path(__file__).parent
+STEPS: Final = (
+    KernelSource(_FOLDER / "kernels.cpp", _WIDE, _HAS_WIDE),
+    KernelSource(_FOLDER / "kernels.cpp", _NARROW, _HAS_NARROW),
 )
-QUANTISED: Final = KernelSource(
-    Path(__file__).with_name("quantised.cpp"), ("-march=x86-64-v3", *_FLAGS), frozenset({"avx2", "fma", "f16c"})
-)
-_HEADER: Final = Path(__file__).with_name("calls.h")
+"""The kernels of a decode step: a processor has the first that it can run."""
+QUANTISED: Final = KernelSource(_FOLDER / "quantised.cpp", _NARROW, _HAS_NARROW)
+_HEADERS: Final = ("calls.h", "vectors.h")
 _COMPILERS: Final = ("c++", "g++", "clang++")
 _TIMEOUT_S: Final = 120.0
 _SHOWN_CHARACTERS: Final = 300
@@ -54,9 +57,18 @@ loaded: Final[dict[KernelSource, ctypes.CDLL]] = {}
 """Every library that this process has loaded."""
 
 
+def step_kernels() -> KernelSource:
+    """Return the kernels of a decode step for this processor."""
+    return next((source for source in STEPS if source.cpu_flags <= cpu_flags()), STEPS[-1])
+
+
 @functools.cache
-def load_kernels(source: KernelSource = STEP) -> ctypes.CDLL:
-    """The compiled kernels. Raises KernelsUnavailableError without the processor, a compiler or a place to write."""
+def load_kernels(source: KernelSource | None = None) -> ctypes.CDLL:
+    """The compiled kernels, those of a decode step unless told otherwise.
+
+    Raises KernelsUnavailableError without the processor, a compiler or a place to write.
+    """
+    source = source or step_kernels()
     missing = source.cpu_flags - cpu_flags()
     if missing:
         raise KernelsUnavailableError(f"this processor lacks {', '.join(sorted(missing))}")
@@ -78,15 +90,14 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), []))
 
 
-def compiled_kernels(source: KernelSource = STEP) -> Path:
+def compiled_kernels(source: KernelSource) -> Path:
     """Return the path of the library, compiled if missing. The name contains source and flags, and fits any equal
     processor.
 
     An image whose workers have no compiler can call this while it is built.
     """
-    digest = hashlib.sha256(
-        " ".join((source.path.read_text(), _HEADER.read_text(), *source.flags)).encode()
-    ).hexdigest()[:16]
+    texts = [path.read_text() for path in (source.path, *map(_FOLDER.joinpath, _HEADERS))]
+    digest = hashlib.sha256(" ".join((*texts, *source.flags)).encode()).hexdigest()[:16]
     name = f"{source.path.stem}-{digest}.so"
     path = _cache_folder() / name
     if path.exists():

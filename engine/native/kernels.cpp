@@ -4,8 +4,9 @@
 // Libraries are made for large matrices. A decode step is bound by how fast weights and keys stream from memory, and by
 // what stands around the arithmetic. Weights stay as the checkpoint has them ([out, in], bfloat16). A row of x and a row
 // of the weight are both contiguous: for few rows pairs are multiplied along the row. More rows of x are packed.
-// Sums are float32 throughout. Threads are OpenMP's, the same ones as PyTorch's. Where the processor multiplies tiles
-// (AMX), what is packed is what its tiles are loaded from: linear layers, and attention of many queries.
+// Sums are float32 throughout. Threads are OpenMP's, the same ones as PyTorch's. Vectors are those of the processor that
+// this is compiled for (vectors.h). Where a processor multiplies tiles (AMX), what is packed is what its tiles are loaded
+// from: linear layers, and attention of many queries.
 
 #include <cpuid.h>
 #include <immintrin.h>
@@ -20,56 +21,17 @@
 #include <vector>
 
 #include "calls.h"
+#include "vectors.h"
 
 namespace {
 
-struct bf16 {
-    uint16_t bits;
-};
-
-constexpr int kLanes = 16;  // floats in a vector
-
-struct alignas(64) Line {  // one cache line of pairs of bfloat16
+struct alignas(4 * kLanes) Line {  // a vector of pairs; where it has 16, a cache line
     uint32_t pairs[kLanes];
 };
 
-// The first `count` lanes of a vector.
-inline __mmask16 lanes(int64_t count) { return count >= kLanes ? 0xffff : (1u << std::max<int64_t>(count, 0)) - 1; }
-
-inline __m512 load(const float* from, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, from); }
-inline __m512 load(const bf16* from, __mmask16 mask) {
-    const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
-}
-inline void store(float* to, __mmask16 mask, __m512 value) { _mm512_mask_storeu_ps(to, mask, value); }
-inline void store(bf16* to, __mmask16 mask, __m512 value) {
-    _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(value));
-}
-
-// Four vectors of partial sums -> their four totals.
-inline __m128 totals(__m512 a, __m512 b, __m512 c, __m512 d) {
-    const __m512d ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
-    const __m512d cd = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
-    const __m512 abcd = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)),
-                                      _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
-    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
-    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-}
-
-// e^x to about 2e-7: 2^n * 2^f with f in [-0.5, 0.5], 2^f by its Taylor series.
-inline __m512 exponential(__m512 x) {
-    const __m512 powers = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
-    const __m512 whole = _mm512_roundscale_ps(powers, 0);
-    const __m512 f = _mm512_sub_ps(powers, whole);
-    __m512 series = _mm512_set1_ps(1.540353e-4f);
-    for (const float factor : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
-        series = _mm512_fmadd_ps(series, f, _mm512_set1_ps(factor));
-    return _mm512_scalef_ps(series, whole);
-}
-
 // --- tiles: one instruction multiplies 16 rows of 16 pairs by 16 pairs of 16 columns
 
-#if __has_include(<amxbf16intrin.h>)
+#if __has_include(<amxbf16intrin.h>) && defined(__AVX512BF16__)
 #define TILED __attribute__((target("amx-tile,amx-bf16")))
 
 // What the processor is told of them: eight, each of 16 rows of a line.
@@ -148,70 +110,34 @@ auto multiply_tiles_of(int64_t width) {
 
 // --- linear layers
 
-constexpr int kColumns = 8;   // rows of w at a time
-constexpr int kFewRows = 12;  // at most so many rows of x are multiplied as they are, more are packed; one for tiles
+constexpr int kPackedRows = 192;  // so many rows of x are packed at a time: they stay in the processor's cache
 
 constexpr int kTiledBlocks = 4;  // blocks of packed rows that tiles take at a time
 
 bool tiled(int64_t size_n, int64_t size_k) { return has_tiles && size_n % kLanes == 0 && size_k % (2 * kLanes) == 0; }
 
-inline __m512bh load_pairs(const bf16* from, __mmask32 mask) { return (__m512bh)_mm512_maskz_loadu_epi16(mask, from); }
-
-// kRows rows of x against kColumns rows of w; 3 x 8 sums are what the registers hold. Meanwhile the next kColumns rows
-// of w are called for, line by line as they lie in memory: so the processor's own prefetcher joins in.
+// kRows rows of x against kColumns rows of w. Meanwhile the next kColumns rows of w are called for, line by line as they
+// lie in memory: so the processor's own prefetcher joins in.
 template <int kRows>
 inline void linear_tile(const bf16* x, int64_t x_stride, const bf16* w, const bf16* bias, bf16* y, int64_t y_stride,
                         int64_t size_k) {
-    __m512 sums[kRows][kColumns] = {};
-    for (int64_t k = 0; k < size_k; k += 32) {
-        const __mmask32 mask = size_k - k >= 32 ? 0xffffffffu : (1u << (size_k - k)) - 1;
-        for (int n = 0; n < kColumns; n++) _mm_prefetch(w + kColumns * (size_k + k) + 32 * n, _MM_HINT_T0);
-        __m512bh columns[kColumns];
+    Floats sums[kRows][kColumns] = {};
+    for (int64_t k = 0; k < size_k; k += 2 * kLanes) {
+        const PairMask there = pair_lanes(size_k - k);
+        for (int i = 0; i < kColumns * kLanes / 16; i++) _mm_prefetch(w + kColumns * (size_k + k) + 32 * i, _MM_HINT_T0);
+        Pairs rows[kRows];
 #pragma GCC unroll 8
-        for (int n = 0; n < kColumns; n++) columns[n] = load_pairs(w + n * size_k + k, mask);
+        for (int m = 0; m < kRows; m++) rows[m] = load_pairs(x + m * x_stride + k, there);
 #pragma GCC unroll 8
-        for (int m = 0; m < kRows; m++) {
-            const __m512bh row = load_pairs(x + m * x_stride + k, mask);
+        for (int n = 0; n < kColumns; n++) {
+            const Pairs column = load_pairs(w + n * size_k + k, there);
 #pragma GCC unroll 8
-            for (int n = 0; n < kColumns; n++) sums[m][n] = _mm512_dpbf16_ps(sums[m][n], row, columns[n]);
+            for (int m = 0; m < kRows; m++) sums[m][n] = add_products(sums[m][n], rows[m], column);
         }
     }
-    const __m512 offsets = bias ? load(bias, lanes(kColumns)) : _mm512_setzero_ps();
+    const Floats offsets = bias ? load(bias, lanes(kColumns)) : Floats{};
 #pragma GCC unroll 8
-    for (int m = 0; m < kRows; m++) {
-        const __m128 low = totals(sums[m][0], sums[m][1], sums[m][2], sums[m][3]);
-        const __m128 high = totals(sums[m][4], sums[m][5], sums[m][6], sums[m][7]);
-        const __m512 both = _mm512_castps256_ps512(_mm256_set_m128(high, low));
-        store(y + m * y_stride, lanes(kColumns), _mm512_add_ps(both, offsets));
-    }
-}
-
-// 16 vectors of pairs -> vector p has pair p of each.
-inline void transpose(__m512i (&rows)[kLanes]) {
-    __m512i twos[kLanes], fours[kLanes];
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; i += 2) {
-        twos[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-        twos[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; i += 4)
-#pragma GCC unroll 2
-        for (int h = 0; h < 2; h++) {
-            fours[i + 2 * h] = _mm512_unpacklo_epi64(twos[i + h], twos[i + 2 + h]);
-            fours[i + 2 * h + 1] = _mm512_unpackhi_epi64(twos[i + h], twos[i + 2 + h]);
-        }
-#pragma GCC unroll 4
-    for (int p = 0; p < 4; p++) {  // quarter q of fours[4 i + p] has pair 4 q + p of rows 4 i to 4 i + 3
-        const __m512i even = _mm512_shuffle_i32x4(fours[p], fours[4 + p], 0x88);
-        const __m512i odd = _mm512_shuffle_i32x4(fours[p], fours[4 + p], 0xdd);
-        const __m512i more_even = _mm512_shuffle_i32x4(fours[8 + p], fours[12 + p], 0x88);
-        const __m512i more_odd = _mm512_shuffle_i32x4(fours[8 + p], fours[12 + p], 0xdd);
-        rows[p] = _mm512_shuffle_i32x4(even, more_even, 0x88);
-        rows[4 + p] = _mm512_shuffle_i32x4(odd, more_odd, 0x88);
-        rows[8 + p] = _mm512_shuffle_i32x4(even, more_even, 0xdd);
-        rows[12 + p] = _mm512_shuffle_i32x4(odd, more_odd, 0xdd);
-    }
+    for (int m = 0; m < kRows; m++) store(y + m * y_stride, lanes(kColumns), totals(sums[m]) + offsets);
 }
 
 // size_m rows of size_k, an even number; row i is at row_at(i) -> lines [size_m / 16, rounded up][num_pairs]: pair p of 16
@@ -224,12 +150,12 @@ inline void pack_rows(RowAt row_at, int64_t size_m, int64_t size_k, Line* lines,
         Line *to = lines + m / kLanes * num_pairs, *end = to + num_pairs;
         for (int64_t k = 0; k < size_k; k += 2 * kLanes) {
             const int64_t pairs = std::min<int64_t>((size_k - k) / 2, kLanes);
-            __m512i rows[kLanes];
+            Pairs rows[kLanes];
 #pragma GCC unroll 16
             for (int i = 0; i < kLanes; i++)
-                rows[i] = _mm512_maskz_loadu_epi32(m + i < size_m ? lanes(pairs) : 0, row_at(std::min(m + i, size_m - 1)) + k);
+                rows[i] = load_whole_pairs(row_at(std::min(m + i, size_m - 1)) + k, m + i < size_m ? lanes(pairs) : lanes(0));
             transpose(rows);
-            for (int64_t p = 0; p < pairs; p++) _mm512_store_si512(to++, rows[p]);
+            for (int64_t p = 0; p < pairs; p++) store_aligned(to++, rows[p]);
         }
         std::fill(to, end, Line{});
     }
@@ -237,56 +163,35 @@ inline void pack_rows(RowAt row_at, int64_t size_m, int64_t size_k, Line* lines,
 
 // One pair of each of kRows rows against the same pair of kWidth blocks, which are `step` lines apart.
 template <int kRows, int kWidth>
-inline void multiply(__m512 (&sums)[kRows][kWidth], const Line* lines, int64_t step, const bf16* rows, int64_t stride) {
-    __m512bh blocks[kWidth];
+inline void multiply(Floats (&sums)[kRows][kWidth], const Line* lines, int64_t step, const bf16* rows, int64_t stride) {
+    Pairs blocks[kWidth];
 #pragma GCC unroll 8
-    for (int w = 0; w < kWidth; w++) blocks[w] = (__m512bh)_mm512_load_si512(lines + w * step);
+    for (int w = 0; w < kWidth; w++) blocks[w] = load_pairs_aligned(lines + w * step);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; r++) {
         int32_t pair;
         std::memcpy(&pair, rows + r * stride, 4);
-        const __m512bh row = (__m512bh)_mm512_set1_epi32(pair);
+        const Pairs row = all(pair);
 #pragma GCC unroll 8
-        for (int w = 0; w < kWidth; w++) sums[r][w] = _mm512_dpbf16_ps(sums[r][w], row, blocks[w]);
+        for (int w = 0; w < kWidth; w++) sums[r][w] = add_products(sums[r][w], row, blocks[w]);
     }
 }
 
-// Sums of columns of 16 rows, and the bias of each -> the rows, y_stride apart, as far as there are any.
-inline void store_rows(const __m512 (&sums)[kColumns], const bf16* bias, bf16* y, int64_t y_stride, int64_t size_m) {
-    __m256i columns[kColumns], twos[kColumns];
+// Sums of columns of kLanes rows, and the bias of each -> the rows, y_stride apart, as far as there are any.
+inline void store_columns(Floats (&sums)[kColumns], const bf16* bias, bf16* y, int64_t y_stride, int64_t size_m) {
 #pragma GCC unroll 8
-    for (int n = 0; n < kColumns; n++) {
-        const __m512 offset = _mm512_castsi512_ps(_mm512_set1_epi32(bias ? uint32_t(bias[n].bits) << 16 : 0));
-        columns[n] = (__m256i)_mm512_cvtneps_pbh(_mm512_add_ps(sums[n], offset));
-    }
-#pragma GCC unroll 8
-    for (int n = 0; n < kColumns; n += 2) {
-        twos[n] = _mm256_unpacklo_epi16(columns[n], columns[n + 1]);
-        twos[n + 1] = _mm256_unpackhi_epi16(columns[n], columns[n + 1]);
-    }
-#pragma GCC unroll 8
-    for (int h = 0; h < 2; h++) {  // rows 0 to 3 and 8 to 11, then those between and behind
-        const __m256i low[] = {_mm256_unpacklo_epi32(twos[h], twos[2 + h]), _mm256_unpackhi_epi32(twos[h], twos[2 + h])};
-        const __m256i high[] = {_mm256_unpacklo_epi32(twos[4 + h], twos[6 + h]),
-                                _mm256_unpackhi_epi32(twos[4 + h], twos[6 + h])};
-#pragma GCC unroll 8
-        for (int i = 0; i < 4; i++) {
-            const __m256i both = i % 2 ? _mm256_unpackhi_epi64(low[i / 2], high[i / 2])
-                                       : _mm256_unpacklo_epi64(low[i / 2], high[i / 2]);
-            const int64_t m = 4 * h + i;
-            if (m < size_m) _mm_storeu_si128((__m128i*)(y + m * y_stride), _mm256_castsi256_si128(both));
-            if (m + 8 < size_m) _mm_storeu_si128((__m128i*)(y + (m + 8) * y_stride), _mm256_extracti128_si256(both, 1));
-        }
-    }
+    for (int n = 0; n < kColumns; n++)
+        sums[n] = sums[n] + all(bias ? to_float(bias[n]) : 0.0f);
+    store_rows(sums, y, y_stride, size_m);
 }
 
-// kBlocks blocks of packed rows against kColumns rows of w; 8 x 3 sums are what the registers hold. size_k is a multiple
+// kBlocks blocks of packed rows against kColumns rows of w. size_k is a multiple
 // of four; size_m says how many of the rows there are. The first blocks call for the next rows of w.
 template <int kBlocks, bool kFirst>
 void packed_tile(const Line* lines, const bf16* w, const bf16* bias, bf16* y, int64_t y_stride, int64_t size_m,
                  int64_t size_k) {
     const int64_t num_pairs = size_k / 2;
-    __m512 sums[kColumns][kBlocks] = {};
+    Floats sums[kColumns][kBlocks] = {};
     for (int64_t p = 0; p < num_pairs; p += 2) {
         if (kFirst) _mm_prefetch(w + kColumns * (size_k + 2 * p), _MM_HINT_T0);
 #pragma GCC unroll 2
@@ -294,10 +199,10 @@ void packed_tile(const Line* lines, const bf16* w, const bf16* bias, bf16* y, in
     }
 #pragma GCC unroll 4
     for (int b = 0; b < kBlocks; b++) {
-        __m512 columns[kColumns];
+        Floats columns[kColumns];
 #pragma GCC unroll 8
         for (int n = 0; n < kColumns; n++) columns[n] = sums[n][b];
-        store_rows(columns, bias, y + b * kLanes * y_stride, y_stride, size_m - b * kLanes);
+        store_columns(columns, bias, y + b * kLanes * y_stride, y_stride, size_m - b * kLanes);
     }
 }
 
@@ -315,10 +220,10 @@ void tiled_columns(const Line* lines, const bf16* w, const bf16* bias, bf16* y, 
     multiply((float*)sums, kTiledBlocks * kLanes, w, size_k, lines, 1, num_pairs, num_pairs);
     for (int64_t b = 0; b < blocks; b++)
         for (int64_t n = 0; n < kLanes; n += kColumns) {
-            __m512 columns[kColumns];
+            Floats columns[kColumns];
 #pragma GCC unroll 8
-            for (int i = 0; i < kColumns; i++) columns[i] = _mm512_load_ps(&sums[n + i][b]);
-            store_rows(columns, bias ? bias + n : nullptr, y + b * kLanes * y_stride + n, y_stride, size_m - b * kLanes);
+            for (int i = 0; i < kColumns; i++) columns[i] = load_aligned(&sums[n + i][b]);
+            store_columns(columns, bias ? bias + n : nullptr, y + b * kLanes * y_stride + n, y_stride, size_m - b * kLanes);
         }
 }
 
@@ -343,9 +248,10 @@ void multiply_packed(const bf16* x, int64_t x_stride, const bf16* w, const bf16*
         return;
     }
 #pragma omp parallel for schedule(static)
-    for (int64_t n = 0; n < size_n; n += kColumns)
+    for (int64_t of = 0; of < size_n; of += kColumns)
         for (int64_t b = 0, blocks; b < num_blocks; b += blocks) {
-            blocks = num_blocks - b == 4 ? 2 : std::min<int64_t>(num_blocks - b, 3);
+            const int64_t n = std::min<int64_t>(of, size_n - kColumns);  // the last ones overlap
+            blocks = num_blocks - b == kBlocksAtOnce + 1 ? 2 : std::min<int64_t>(num_blocks - b, kBlocksAtOnce);
             const auto tile = b == 0 ? packed_tile_of<true>(blocks) : packed_tile_of<false>(blocks);
             tile(lines + b * num_pairs, w + n * size_k, offsets(n), y + b * kLanes * size_n + n, size_n, size_m - b * kLanes,
                  size_k);
@@ -364,16 +270,12 @@ struct Paged {
     int64_t head_dim;
 };
 
-constexpr int kHeadsAtOnce = 4, kKeys = 4;  // 4 x 4 scores, and as many vectors of output, are what the registers hold
-constexpr int kAhead = 16;                  // so many keys before its turn a key is called for, and a value likewise
+constexpr int kKeys = 4;    // so many keys at a time
+constexpr int kAhead = 16;  // so many keys before its turn a key is called for, and a value likewise
 
 // A vector of elements up to `count`, and the sums of the products of two: pairs of bfloat16 are multiplied as they are.
-inline __m512 load_part(const float* from, int64_t count) { return load(from, lanes(count)); }
-inline __m512bh load_part(const bf16* from, int64_t count) {
-    return load_pairs(from, count >= 32 ? 0xffffffffu : (1u << std::max<int64_t>(count, 0)) - 1);
-}
-inline __m512 add_products(__m512 sum, __m512 a, __m512 b) { return _mm512_fmadd_ps(a, b, sum); }
-inline __m512 add_products(__m512 sum, __m512bh a, __m512bh b) { return _mm512_dpbf16_ps(sum, a, b); }
+inline Floats load_part(const float* from, int64_t count) { return load(from, lanes(count)); }
+inline Pairs load_part(const bf16* from, int64_t count) { return load_pairs(from, pair_lanes(count)); }
 
 template <typename T>
 inline void call_for(const T* row, int64_t size) {
@@ -382,18 +284,19 @@ inline void call_for(const T* row, int64_t size) {
 
 // kHeads query heads that share their keys, one token. query and out [kHeads, head_dim]; bias null or, for head h and
 // key i, at bias[h * bias_stride + i]; scores has room for kHeads * padded, padded = count rounded up to kLanes.
-template <typename T, int kVectors, int kHeads>
+template <typename T, int kSixteens, int kHeads>
 void attend(const T* query, const Paged<T>& paged, const float* bias, int64_t bias_stride, float scale, float* scores,
             T* out) {
     const int64_t count = paged.count, padded = (count + kLanes - 1) / kLanes * kLanes, head_dim = paged.head_dim;
-    constexpr int kElements = 64 / sizeof(T), kParts = (kVectors * kLanes + kElements - 1) / kElements;
+    constexpr int kVectors = 16 * kSixteens / kLanes;
+    constexpr int kElements = 4 * kLanes / sizeof(T), kParts = (kVectors * kLanes + kElements - 1) / kElements;
     for (int64_t i = 0; i < count; i += kKeys) {
         const T* keys[kKeys];
         for (int j = 0; j < kKeys; j++) {
             keys[j] = paged.keys + paged.offsets[std::min(i + j, count - 1)];
             call_for(paged.keys + paged.offsets[std::min(i + j + kAhead, count - 1)], head_dim);
         }
-        __m512 sums[kHeads][kKeys] = {};
+        Floats sums[kHeads][kKeys] = {};
 #pragma GCC unroll 8
         for (int p = 0; p < kParts; p++) {
             const int64_t d = p * kElements;
@@ -413,41 +316,41 @@ void attend(const T* query, const Paged<T>& paged, const float* bias, int64_t bi
     float factors[kHeads];
     for (int h = 0; h < kHeads; h++) {
         float* row = scores + h * padded;
-        __m512 most = _mm512_set1_ps(-3e38f), sum = _mm512_setzero_ps();
+        Floats most = all(-3e38f), sum = {};
         for (int64_t i = 0; i < count; i += kLanes) {
-            const __mmask16 there = lanes(count - i);
-            __m512 score = _mm512_mul_ps(load(row + i, there), _mm512_set1_ps(scale));
-            if (bias) score = _mm512_add_ps(score, load(bias + h * bias_stride + i, there));
+            const Mask there = lanes(count - i);
+            Floats score = load(row + i, there) * all(scale);
+            if (bias) score = score + load(bias + h * bias_stride + i, there);
             store(row + i, there, score);
-            most = _mm512_mask_max_ps(most, there, most, score);
+            most = max(there, most, score);
         }
-        most = _mm512_set1_ps(_mm512_reduce_max_ps(most));
+        most = all(max_of(most));
         for (int64_t i = 0; i < count; i += kLanes) {
-            const __mmask16 there = lanes(count - i);
-            const __m512 weight = _mm512_maskz_mov_ps(there, exponential(_mm512_sub_ps(load(row + i, there), most)));
+            const Mask there = lanes(count - i);
+            const Floats weight = keep(there, exponential(load(row + i, there) - most));
             store(row + i, there, weight);
-            sum = _mm512_add_ps(sum, weight);
+            sum = sum + weight;
         }
-        factors[h] = 1.0f / _mm512_reduce_add_ps(sum);
+        factors[h] = 1.0f / sum_of(sum);
     }
     constexpr int kWidth = kVectors > 6 ? 4 : kVectors > 4 ? 3 : kVectors;  // vectors of output at once
     for (int64_t d = 0; d < head_dim; d += kWidth * kLanes) {
-        __m512 results[kHeads][kWidth] = {};
+        Floats results[kHeads][kWidth] = {};
         for (int64_t i = 0; i < count; i++) {
             const T* value = paged.values + paged.offsets[i] + d;
             call_for(paged.values + paged.offsets[std::min(i + kAhead, count - 1)] + d, kWidth * kLanes);
 #pragma GCC unroll 4
             for (int v = 0; v < kWidth; v++) {
-                const __m512 part = load(value + v * kLanes, lanes(head_dim - d - v * kLanes));
+                const Floats part = load(value + v * kLanes, lanes(head_dim - d - v * kLanes));
 #pragma GCC unroll 4
                 for (int h = 0; h < kHeads; h++)
-                    results[h][v] = _mm512_fmadd_ps(_mm512_set1_ps(scores[h * padded + i]), part, results[h][v]);
+                    results[h][v] = multiply_add(all(scores[h * padded + i]), part, results[h][v]);
             }
         }
         for (int h = 0; h < kHeads; h++)
             for (int v = 0; v < kWidth; v++) {
                 const int64_t at = d + v * kLanes;
-                store(out + h * head_dim + at, lanes(head_dim - at), _mm512_mul_ps(results[h][v], _mm512_set1_ps(factors[h])));
+                store(out + h * head_dim + at, lanes(head_dim - at), results[h][v] * all(factors[h]));
             }
     }
 }
@@ -455,17 +358,19 @@ void attend(const T* query, const Paged<T>& paged, const float* bias, int64_t bi
 template <typename T>
 using Attend = void (*)(const T*, const Paged<T>&, const float*, int64_t, float, float*, T*);
 
-// The variant for a head_dim of up to 16 * kVectors and up to kHeadsAtOnce heads.
-template <typename T, int kVectors>
+// The variant for a head_dim of up to 16 * kSixteens and up to kHeadsAtOnce heads.
+template <typename T, int kSixteens>
 Attend<T> of_heads(int64_t heads) {
-    if (heads == 1) return attend<T, kVectors, 1>;
-    if (heads == 2) return attend<T, kVectors, 2>;
-    if (heads == 3) return attend<T, kVectors, 3>;
-    return attend<T, kVectors, kHeadsAtOnce>;
+    if (heads == 1) return attend<T, kSixteens, 1>;
+    if constexpr (kHeadsAtOnce > 2) {
+        if (heads == 2) return attend<T, kSixteens, 2>;
+        if (heads == 3) return attend<T, kSixteens, 3>;
+    }
+    return attend<T, kSixteens, kHeadsAtOnce>;
 }
 template <typename T>
 Attend<T> variant(int64_t head_dim, int64_t heads) {
-    switch ((head_dim + kLanes - 1) / kLanes) {
+    switch ((head_dim + 15) / 16) {
         case 1: return of_heads<T, 1>(heads);
         case 2: return of_heads<T, 2>(heads);
         case 3: return of_heads<T, 3>(heads);
@@ -480,7 +385,6 @@ Attend<T> variant(int64_t head_dim, int64_t heads) {
 
 // --- attention of many queries over the same keys: encoders and prompts
 
-constexpr int kQueries = 6, kWide = 4;  // 6 x 4 sums are what the registers hold
 constexpr int kTiledQueries = kLanes;
 
 // Keys begin .. end of the first of many rows; those of each further row begin and end so many keys later.
@@ -524,10 +428,10 @@ struct PackedHead {
             for (int64_t line = 0; line < value_lines(); line++) {
                 const bf16* even = value_at(2 * j) + line * kLanes;
                 const bf16* odd = value_at(std::min(2 * j + 1, size - 1)) + line * kLanes;
-                const __mmask16 there = lanes(head_dim() - line * kLanes);
-                const __m512i first = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, even));
-                const __m512i second = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(2 * j + 1 < size ? there : 0, odd));
-                _mm512_store_si512(&values[j * value_lines() + line], _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
+                const Mask there = lanes(head_dim() - line * kLanes);
+                const Pairs first = load_low_halves(even, there);
+                const Pairs second = load_low_halves(odd, 2 * j + 1 < size ? there : lanes(0));
+                store_aligned(&values[j * value_lines() + line], either(first, to_high_halves(second)));
             }
         std::fill(values.begin() + twos * value_lines(), values.end(), Line{});
     }
@@ -578,12 +482,12 @@ struct PackedHead {
                                              &values[start / 2 * value_lines() + line], value_lines(), 1, (width - start) / 2);
             for (int q = 0; q < count; q++)
                 for (int b = 0; b < blocks; b++)
-                    store_part(_mm512_load_ps(&sums[q][b]), factors[q], out + q * out_stride, line + b);
+                    store_part(load_aligned(&sums[q][b]), factors[q], out + q * out_stride, line + b);
         }
     }
 
-    void store_part(__m512 sums, float factor, bf16* out, int64_t line) const {
-        store(out + line * kLanes, lanes(head_dim() - line * kLanes), _mm512_mul_ps(sums, _mm512_set1_ps(factor)));
+    void store_part(Floats sums, float factor, bf16* out, int64_t line) const {
+        store(out + line * kLanes, lanes(head_dim() - line * kLanes), sums * all(factor));
     }
 
     // kQueries rows.
@@ -592,12 +496,12 @@ struct PackedHead {
         float* score = (float*)scores.data();
         bf16* weight = (bf16*)weights.data();
         for (int64_t block = start / kLanes; block < width / kLanes; block += kWide) {
-            __m512 sums[kQueries][kWide] = {};
+            Floats sums[kQueries][kWide] = {};
             for (int64_t p = 0; p < num_pairs(); p++)
                 multiply(sums, &keys[block * num_pairs() + p], num_pairs(), query + 2 * p, query_stride);
             for (int q = 0; q < kQueries; q++)
                 for (int w = 0; w < kWide; w++)
-                    _mm512_store_ps(score + q * width + (block + w) * kLanes, sums[q][w]);
+                    store_aligned(score + q * width + (block + w) * kLanes, sums[q][w]);
         }
         float factors[kQueries];
         for (int q = 0; q < kQueries; q++)
@@ -613,7 +517,7 @@ struct PackedHead {
     // kWidth * 16 columns of the weighted values from `start` to `width`.
     template <int kWidth>
     void sum_values(int64_t line, int64_t start, int64_t width, const float* factors, bf16* out, int64_t out_stride) const {
-        __m512 sums[kQueries][kWidth] = {};
+        Floats sums[kQueries][kWidth] = {};
         for (int64_t j = start / 2; j < width / 2; j++)
             multiply(sums, &values[j * value_lines() + line], 1, (const bf16*)weights.data() + 2 * j, width);
         for (int q = 0; q < kQueries; q++)
@@ -623,18 +527,17 @@ struct PackedHead {
     // exp(scale * (score - max)) of keys begin to end as bfloat16, zero around them from start to width; returns the
     // reciprocal of their sum.
     static float soften(const float* score, bf16* weight, float scale, int64_t start, int64_t begin, int64_t end, int64_t width) {
-        const auto seen = [=](int64_t i) -> __mmask16 { return lanes(end - i) & ~lanes(begin - i); };
-        __m512 most = _mm512_set1_ps(-3e38f), sum = _mm512_setzero_ps();
-        for (int64_t i = start; i < end; i += kLanes) most = _mm512_mask_max_ps(most, seen(i), most, load(score + i, 0xffff));
-        most = _mm512_set1_ps(_mm512_reduce_max_ps(most));
+        const auto seen = [=](int64_t i) { return lanes(begin - i, end - i); };
+        Floats most = all(-3e38f), sum = {};
+        for (int64_t i = start; i < end; i += kLanes) most = max(seen(i), most, load(score + i, kAll));
+        most = all(max_of(most));
         for (int64_t i = start; i < width; i += kLanes) {
-            const __m512 below = _mm512_sub_ps(load(score + i, 0xffff), most);
-            const __m512 share = exponential(_mm512_mul_ps(below, _mm512_set1_ps(scale)));
-            const __m512 value = _mm512_maskz_mov_ps(seen(i), share);
-            store(weight + i, 0xffff, value);
-            sum = _mm512_add_ps(sum, value);
+            const Floats below = load(score + i, kAll) - most;
+            const Floats value = keep(seen(i), exponential(below * all(scale)));
+            store(weight + i, kAll, value);
+            sum = sum + value;
         }
-        return 1.0f / _mm512_reduce_add_ps(sum);
+        return 1.0f / sum_of(sum);
     }
 };
 
@@ -794,15 +697,15 @@ void rotate(bf16* x, int64_t x_stride, const T* cosines, const T* sines, int64_t
     for (int64_t token = 0; token < num_tokens; token++)
         for (int64_t i = 0; i < half; i += kLanes) {
             const int64_t at = token * head_dim + i;
-            const __mmask16 mask = lanes(half - i);
-            const __m512 cos_low = load(cosines + at, mask), cos_high = load(cosines + at + half, mask);
-            const __m512 sin_low = load(sines + at, mask), sin_high = load(sines + at + half, mask);
+            const Mask mask = lanes(half - i);
+            const Floats cos_low = load(cosines + at, mask), cos_high = load(cosines + at + half, mask);
+            const Floats sin_low = load(sines + at, mask), sin_high = load(sines + at + half, mask);
             for (int64_t head = 0; head < num_heads; head++) {
                 bf16* low = x + token * x_stride + head * head_dim + i;
                 bf16* high = low + half;
-                const __m512 first = load(low, mask), second = load(high, mask);
-                store(low, mask, _mm512_fmadd_ps(second, sin_low, _mm512_mul_ps(first, cos_low)));
-                store(high, mask, _mm512_fmadd_ps(first, sin_high, _mm512_mul_ps(second, cos_high)));
+                const Floats first = load(low, mask), second = load(high, mask);
+                store(low, mask, multiply_add(second, sin_low, first * cos_low));
+                store(high, mask, multiply_add(first, sin_high, second * cos_high));
             }
         }
 }
@@ -814,20 +717,27 @@ extern "C" {
 // Compute with tiles from now on, as this library does where it can, or without; returns whether.
 bool use_tiles(bool wanted) { return has_tiles = wanted && ask_for_tiles(); }
 
+// Whether the processor multiplies pairs of bfloat16; where it does not, PyTorch computes in bfloat16 element by element.
+bool has_pairs() { return kHasPairs; }
+
 // x [size_m, size_k] with x_stride between rows, w [size_n, size_k], bias [size_n] or null -> y [size_m, size_n].
-// size_n is a multiple of eight, size_k of four.
+// size_n is at least eight, size_k a multiple of four.
 void linear(const bf16* x, int64_t x_stride, const bf16* w, const bf16* bias, bf16* y, int64_t size_m, int64_t size_n,
             int64_t size_k) {
     kept([=] {
         if (size_m > (tiled(size_n, size_k) ? 1 : kFewRows)) {
-            multiply_packed(x, x_stride, w, bias, y, size_m, size_n, size_k);
+            for (int64_t m = 0; m < size_m; m += kPackedRows)
+                multiply_packed(x + m * x_stride, x_stride, w, bias, y + m * size_n, std::min<int64_t>(size_m - m, kPackedRows),
+                                size_n, size_k);
             return;
         }
 #pragma omp parallel for schedule(static)
-        for (int64_t n = 0; n < size_n; n += kColumns) {
+        for (int64_t of = 0; of < size_n; of += kColumns) {
+            const int64_t n = std::min<int64_t>(of, size_n - kColumns);
             const bf16* offsets = bias ? bias + n : nullptr;
-            for (int64_t m = 0; m < size_m; m += 3) {
-                const auto tile = size_m - m >= 3 ? linear_tile<3> : size_m - m == 2 ? linear_tile<2> : linear_tile<1>;
+            for (int64_t m = 0; m < size_m; m += kRowsAtOnce) {
+                const int64_t rows = std::min<int64_t>(size_m - m, kRowsAtOnce);
+                const auto tile = rows == 1 ? linear_tile<1> : rows == 2 ? linear_tile<2> : linear_tile<kRowsAtOnce>;
                 tile(x + m * x_stride, x_stride, w + n * size_k, offsets, y + m * size_n + n, size_n, size_k);
             }
         }
@@ -895,17 +805,17 @@ void add_rms_norm(bf16* hidden, const bf16* added, const bf16* weight, bf16* y, 
 #pragma omp parallel for schedule(static) if (num_rows >= 16)
         for (int64_t row = 0; row < num_rows; row++) {
             bf16* x = hidden + row * size;
-            __m512 squares = _mm512_setzero_ps();
+            Floats squares = {};
             for (int64_t i = 0; i < size; i += kLanes) {
-                const __mmask16 mask = lanes(size - i);
-                if (added) store(x + i, mask, _mm512_add_ps(load(x + i, mask), load(added + row * size + i, mask)));
-                const __m512 value = load(x + i, mask);
-                squares = _mm512_fmadd_ps(value, value, squares);
+                const Mask mask = lanes(size - i);
+                if (added) store(x + i, mask, load(x + i, mask) + load(added + row * size + i, mask));
+                const Floats value = load(x + i, mask);
+                squares = multiply_add(value, value, squares);
             }
-            const __m512 factor = _mm512_set1_ps(1.0f / __builtin_sqrtf(_mm512_reduce_add_ps(squares) / size + eps));
+            const Floats factor = all(1.0f / __builtin_sqrtf(sum_of(squares) / size + eps));
             for (int64_t i = 0; i < size; i += kLanes) {
-                const __mmask16 mask = lanes(size - i);
-                store(y + row * size + i, mask, _mm512_mul_ps(_mm512_mul_ps(load(x + i, mask), factor), load(weight + i, mask)));
+                const Mask mask = lanes(size - i);
+                store(y + row * size + i, mask, load(x + i, mask) * factor * load(weight + i, mask));
             }
         }
     });
@@ -917,11 +827,11 @@ void silu_mul(const bf16* gate_up, bf16* y, int64_t num_rows, int64_t size) {
 #pragma omp parallel for schedule(static) if (num_rows >= 4)
         for (int64_t row = 0; row < num_rows; row++)
             for (int64_t i = 0; i < size; i += kLanes) {
-                const __mmask16 mask = lanes(size - i);
-                const __m512 gate = load(gate_up + row * 2 * size + i, mask);
-                const __m512 up = load(gate_up + row * 2 * size + size + i, mask);
-                const __m512 below = _mm512_add_ps(_mm512_set1_ps(1.0f), exponential(_mm512_sub_ps(_mm512_setzero_ps(), gate)));
-                store(y + row * size + i, mask, _mm512_mul_ps(_mm512_div_ps(gate, below), up));
+                const Mask mask = lanes(size - i);
+                const Floats gate = load(gate_up + row * 2 * size + i, mask);
+                const Floats up = load(gate_up + row * 2 * size + size + i, mask);
+                const Floats below = all(1.0f) + exponential(Floats{} - gate);
+                store(y + row * size + i, mask, gate / below * up);
             }
     });
 }

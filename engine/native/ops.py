@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.native.build import load_kernels
 
 MAX_LINEAR_ROWS: Final = 192
-"""From about here on PyTorch's matrix product, which packs its operands, is as fast."""
+"""From about here on PyTorch's matrix product, which packs its operands, is as fast on a processor that has pairs."""
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _STRIDES = _INT * 3
@@ -31,18 +31,22 @@ _SIGNATURES: Final = {
     "rotate_by_f32": [_POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _INT],
 }
 
+has_pairs = True
+"""Whether the processor multiplies pairs of bfloat16, as `enable` learns. PyTorch without them takes up to ten times as
+long in bfloat16 as in float32."""
 _enabled = False
 _library: ctypes.CDLL
 
 
 def enable() -> None:
     """Load the kernels and use them from now on. Raises KernelsUnavailableError."""
-    global _enabled, _library
+    global _enabled, _library, has_pairs
     _library = load_kernels()
     for name, arguments in _SIGNATURES.items():
         function = getattr(_library, name)
         function.argtypes, function.restype = arguments, None
-    _enabled = True
+    _library.has_pairs.restype = ctypes.c_bool
+    has_pairs, _enabled = _library.has_pairs(), True
 
 
 def is_enabled() -> bool:
@@ -55,16 +59,19 @@ def serves(x: Tensor) -> bool:
 
 
 def serves_linear(x: Tensor, weight: Tensor) -> bool:
-    fits = x.ndim == 2 and len(x) <= MAX_LINEAR_ROWS and weight.shape[0] % 8 == 0 and weight.shape[1] % 4 == 0
-    return fits and serves(x) and weight.is_contiguous()
+    in_rows = x.ndim == 2 or (x.ndim > 2 and x.is_contiguous())
+    few = not has_pairs or x.numel() <= MAX_LINEAR_ROWS * x.shape[-1]
+    fits = weight.shape[0] >= 8 and weight.shape[1] % 4 == 0
+    return in_rows and few and fits and serves(x) and weight.is_contiguous()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [m, k], weight [n, k] with n a multiple of 8 and k of 4 -> [m, n]"""
-    (rows, size), columns = x.shape, weight.shape[0]
-    out = x.new_empty(rows, columns)
+    """x [m, k] or contiguous [..., k], weight [n, k] with n at least 8 and k a multiple of 4 -> [..., n]"""
+    columns, size = weight.shape
+    out = x.new_empty(*x.shape[:-1], columns)
+    stride, rows = x.stride(0) if x.ndim == 2 else size, x.numel() // size
     offsets = None if bias is None else bias.data_ptr()
-    _library.linear(x.data_ptr(), x.stride(0), weight.data_ptr(), offsets, out.data_ptr(), rows, columns, size)
+    _library.linear(x.data_ptr(), stride, weight.data_ptr(), offsets, out.data_ptr(), rows, columns, size)
     return out
 
 

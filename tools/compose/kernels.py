@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from engine.native.build import QUANTISED, STEP, KernelsUnavailableError, compiled_kernels
+from engine.native.build import QUANTISED, STEPS, KernelsUnavailableError, compiled_kernels
 
 
 def main() -> None:
-    for source in (STEP, QUANTISED):
+    for source in (*STEPS, QUANTISED):
         try:
             print(f"CPU kernels: {compiled_kernels(source)}")
         except KernelsUnavailableError as error:

@@ -28,7 +28,7 @@ from tools.house.measure import show
 ROOT: Final = Path(__file__).resolve().parents[2]
 RECORDER: Final = Path(__file__).with_name("recorder.py")
 BY_PROCESSOR: Final = "engine/attention/native_", "engine/attention/torch_", "engine/attention/visible", "engine/native"
-"""Attention by our kernels, and by PyTorch where a processor has no AVX-512."""
+"""Attention by our kernels, and by PyTorch where a processor has no AVX2."""
 Functions = set[tuple[str, str]]
 """Pairs of a file and a qualified name."""
 

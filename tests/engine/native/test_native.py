@@ -28,19 +28,26 @@ from engine.native import build, ops
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-@pytest.fixture(scope="module", autouse=True, params=["vectors", "tiles"])
+@pytest.fixture(scope="module", autouse=True, params=["avx2", "avx512", "amx"])
 def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
-    with patch.object(ops, "_enabled", ops.is_enabled()):  # as before when the tests have ended
+    """Each kind of processor's kernels, on this processor if it can run them."""
+    wide, narrow = build.STEPS
+    as_before = {name: getattr(ops, name, None) for name in ("_enabled", "_library", "has_pairs")}
+    steps = (narrow if request.param == "avx2" else wide,)
+    with patch.multiple(ops, create=True, **as_before), patch.object(build, "STEPS", steps):
+        build.load_kernels.cache_clear()
         try:
             ops.enable()
         except build.KernelsUnavailableError as error:
             pytest.skip(str(error))
+        assert ops.has_pairs == (request.param != "avx2")
         ops._library.use_tiles.restype = ctypes.c_bool
-        tiles = request.param == "tiles"
+        tiles = request.param == "amx"
         if ops._library.use_tiles(tiles) != tiles:
             pytest.skip("this processor has no AMX")
         yield
         ops._library.use_tiles(True)
+    build.load_kernels.cache_clear()
 
 
 def random(seed: int, *shape: int) -> Tensor:
@@ -53,23 +60,24 @@ def assert_rounded(got: Tensor, exact: Tensor) -> None:
 
 
 @settings(deadline=None, max_examples=100)
-@example(rows=13, eights=3, fours=1, beside=2, biased=True, seed=0)  # the least that is packed
-@example(rows=ops.MAX_LINEAR_ROWS, eights=12, fours=50, beside=0, biased=False, seed=0)
-@example(rows=2, eights=2, fours=8, beside=2, biased=True, seed=0)  # the least for tiles
-@example(rows=ops.MAX_LINEAR_ROWS, eights=12, fours=48, beside=0, biased=False, seed=0)
+@example(rows=13, columns=24, fours=1, beside=2, biased=True, seed=0)  # the least that is packed
+@example(rows=ops.MAX_LINEAR_ROWS, columns=96, fours=50, beside=0, biased=False, seed=0)  # packed at a time
+@example(rows=9, columns=25, fours=1, beside=2, biased=True, seed=0)
+@example(rows=2, columns=16, fours=8, beside=2, biased=True, seed=0)  # the least for tiles
+@example(rows=ops.MAX_LINEAR_ROWS, columns=96, fours=48, beside=0, biased=False, seed=0)
 @given(
     rows=st.integers(1, 20) | st.integers(21, ops.MAX_LINEAR_ROWS),
-    eights=st.integers(1, 12),
+    columns=st.integers(8, 100),
     fours=st.integers(1, 50) | st.sampled_from([8, 16, 32, 48]),
     beside=st.integers(0, 3),
     biased=st.booleans(),
     seed=SEEDS,
 )
 @torch.inference_mode()
-def test_linear(rows: int, eights: int, fours: int, beside: int, biased: bool, seed: int) -> None:
+def test_linear(rows: int, columns: int, fours: int, beside: int, biased: bool, seed: int) -> None:
     size = 4 * fours
-    layer = Linear(size, 8 * eights, bias=biased, dtype=torch.bfloat16)
-    layer.weight.copy_(random(seed, 8 * eights, size))
+    layer = Linear(size, columns, bias=biased, dtype=torch.bfloat16)
+    layer.weight.copy_(random(seed, columns, size))
     x = random(seed + 1, rows, size + beside)[:, :size]  # rows of a wider tensor
     assert ops.serves_linear(x, layer.weight)
     bias = layer.bias.float() if layer.bias is not None else None
@@ -199,11 +207,25 @@ def test_a_whisper_encoder_in_bfloat16_is_as_near_to_float32_as_pytorchs() -> No
 
 
 @torch.inference_mode()
+def test_an_encoder_convolves_in_float32_where_the_processor_has_no_pairs() -> None:
+    encoder = WhisperEncoder(WhisperConfig(d_model=64, encoder_layers=1, encoder_attention_heads=1))
+    convolution = encoder.module.bfloat16().conv2
+    assert use_kernels(encoder, torch.device("cpu"), torch.bfloat16, "auto")
+    x = random(0, 2, 64, 30)
+    weight, bias = convolution.weight.float(), convolution.bias.float()
+    exact = F.conv1d(x.float(), weight, bias, stride=2, padding=1)
+    assert ops.has_pairs or torch.equal(convolution(x), exact.bfloat16())
+    assert_rounded(convolution(x), exact)
+
+
+@torch.inference_mode()
 def test_other_dtypes_and_long_batches_are_pytorchs() -> None:
     weight = random(0, 8, 16)
     assert not ops.serves_linear(random(1, 4, 16).float(), weight.float())
-    assert not ops.serves_linear(random(1, ops.MAX_LINEAR_ROWS + 1, 16), weight)
-    assert not ops.serves_linear(random(1, 4, 16), random(0, 9, 16))
+    for has_pairs in (False, True):
+        with patch.object(ops, "has_pairs", has_pairs):
+            assert ops.serves_linear(random(1, ops.MAX_LINEAR_ROWS + 1, 16), weight) != has_pairs
+    assert not ops.serves_linear(random(1, 4, 16), random(0, 7, 16))
     assert not ops.serves_linear(random(1, 4, 18), random(0, 8, 18))
     with patch.object(ops, "_enabled", False):
         assert not ops.serves_linear(random(1, 4, 16), weight)
@@ -232,7 +254,7 @@ def test_without_a_home_the_kernels_are_compiled_into_a_folder_of_this_process(
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", no_home)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    path = build.compiled_kernels()
+    path = build.compiled_kernels(build.step_kernels())
     assert path.is_relative_to(tmp_path)
     assert path.exists()
 
@@ -244,7 +266,7 @@ def test_a_compiler_that_fails_is_named_with_its_first_error(tmp_path: Path, mon
     build.load_kernels.cache_clear()
     try:
         with pytest.raises(build.KernelsUnavailableError, match=r"cannot compile the kernels: .*error"):
-            build.load_kernels(build.STEP._replace(path=broken))
+            build.load_kernels(build.step_kernels()._replace(path=broken))
         assert not list((tmp_path / "cache").rglob("*.so"))
     finally:
         build.load_kernels.cache_clear()
