@@ -116,21 +116,28 @@ constexpr int kTiledBlocks = 4;  // blocks of packed rows that tiles take at a t
 
 bool tiled(int64_t size_n, int64_t size_k) { return has_tiles && size_n % kLanes == 0 && size_k % (2 * kLanes) == 0; }
 
+// A vector of elements, floats or pairs of bfloat16, as many as `part_lanes` has: pairs are multiplied as they are.
+inline Mask part_lanes(const float*, int64_t count) { return lanes(count); }
+inline PairMask part_lanes(const bf16*, int64_t count) { return pair_lanes(count); }
+inline Floats load_part(const float* from, Mask mask) { return load(from, mask); }
+inline Pairs load_part(const bf16* from, PairMask mask) { return load_pairs(from, mask); }
+
 // kRows rows of x against kColumns rows of w. Meanwhile the next kColumns rows of w are called for, line by line as they
 // lie in memory: so the processor's own prefetcher joins in.
-template <int kRows>
-inline void linear_tile(const bf16* x, int64_t x_stride, const bf16* w, const bf16* bias, bf16* y, int64_t y_stride,
-                        int64_t size_k) {
+template <typename T, int kRows>
+inline void linear_tile(const T* x, int64_t x_stride, const T* w, const T* bias, T* y, int64_t y_stride, int64_t size_k) {
+    constexpr int kElements = 4 * kLanes / sizeof(T), kLine = 64 / sizeof(T);
     Floats sums[kRows][kColumns] = {};
-    for (int64_t k = 0; k < size_k; k += 2 * kLanes) {
-        const PairMask there = pair_lanes(size_k - k);
-        for (int i = 0; i < kColumns * kLanes / 16; i++) _mm_prefetch(w + kColumns * (size_k + k) + 32 * i, _MM_HINT_T0);
-        Pairs rows[kRows];
+    for (int64_t k = 0; k < size_k; k += kElements) {
+        const auto there = part_lanes(x, size_k - k);
+        for (int i = 0; i < kColumns * kElements / kLine; i++)
+            _mm_prefetch(w + kColumns * (size_k + k) + kLine * i, _MM_HINT_T0);
+        decltype(load_part(x, there)) rows[kRows];
 #pragma GCC unroll 8
-        for (int m = 0; m < kRows; m++) rows[m] = load_pairs(x + m * x_stride + k, there);
+        for (int m = 0; m < kRows; m++) rows[m] = load_part(x + m * x_stride + k, there);
 #pragma GCC unroll 8
         for (int n = 0; n < kColumns; n++) {
-            const Pairs column = load_pairs(w + n * size_k + k, there);
+            const auto column = load_part(w + n * size_k + k, there);
 #pragma GCC unroll 8
             for (int m = 0; m < kRows; m++) sums[m][n] = add_products(sums[m][n], rows[m], column);
         }
@@ -227,6 +234,21 @@ void tiled_columns(const Line* lines, const bf16* w, const bf16* bias, bf16* y, 
         }
 }
 
+// Rows of x as they are, kRowsAtOnce at a time.
+template <typename T>
+void multiply_rows(const T* x, int64_t x_stride, const T* w, const T* bias, T* y, int64_t size_m, int64_t size_n, int64_t size_k) {
+#pragma omp parallel for schedule(static)
+    for (int64_t of = 0; of < size_n; of += kColumns) {
+        const int64_t n = std::min<int64_t>(of, size_n - kColumns);  // the last ones overlap
+        const T* offsets = bias ? bias + n : nullptr;
+        for (int64_t m = 0; m < size_m; m += kRowsAtOnce) {
+            const int64_t rows = std::min<int64_t>(size_m - m, kRowsAtOnce);
+            const auto tile = rows == 1 ? linear_tile<T, 1> : rows == 2 ? linear_tile<T, 2> : linear_tile<T, kRowsAtOnce>;
+            tile(x + m * x_stride, x_stride, w + n * size_k, offsets, y + m * size_n + n, size_n, size_k);
+        }
+    }
+}
+
 void multiply_packed(const bf16* x, int64_t x_stride, const bf16* w, const bf16* bias, bf16* y, int64_t size_m,
                      int64_t size_n, int64_t size_k) {
     thread_local std::vector<Line> packed;
@@ -250,7 +272,7 @@ void multiply_packed(const bf16* x, int64_t x_stride, const bf16* w, const bf16*
 #pragma omp parallel for schedule(static)
     for (int64_t of = 0; of < size_n; of += kColumns)
         for (int64_t b = 0, blocks; b < num_blocks; b += blocks) {
-            const int64_t n = std::min<int64_t>(of, size_n - kColumns);  // the last ones overlap
+            const int64_t n = std::min<int64_t>(of, size_n - kColumns);
             blocks = num_blocks - b == kBlocksAtOnce + 1 ? 2 : std::min<int64_t>(num_blocks - b, kBlocksAtOnce);
             const auto tile = b == 0 ? packed_tile_of<true>(blocks) : packed_tile_of<false>(blocks);
             tile(lines + b * num_pairs, w + n * size_k, offsets(n), y + b * kLanes * size_n + n, size_n, size_m - b * kLanes,
@@ -272,10 +294,6 @@ struct Paged {
 
 constexpr int kKeys = 4;    // so many keys at a time
 constexpr int kAhead = 16;  // so many keys before its turn a key is called for, and a value likewise
-
-// A vector of elements up to `count`, and the sums of the products of two: pairs of bfloat16 are multiplied as they are.
-inline Floats load_part(const float* from, int64_t count) { return load(from, lanes(count)); }
-inline Pairs load_part(const bf16* from, int64_t count) { return load_pairs(from, pair_lanes(count)); }
 
 template <typename T>
 inline void call_for(const T* row, int64_t size) {
@@ -300,12 +318,13 @@ void attend(const T* query, const Paged<T>& paged, const float* bias, int64_t bi
 #pragma GCC unroll 8
         for (int p = 0; p < kParts; p++) {
             const int64_t d = p * kElements;
-            decltype(load_part(query, 0)) parts[kHeads];
+            const auto there = part_lanes(query, head_dim - d);
+            decltype(load_part(query, there)) parts[kHeads];
 #pragma GCC unroll 4
-            for (int h = 0; h < kHeads; h++) parts[h] = load_part(query + h * head_dim + d, head_dim - d);
+            for (int h = 0; h < kHeads; h++) parts[h] = load_part(query + h * head_dim + d, there);
 #pragma GCC unroll 4
             for (int j = 0; j < kKeys; j++) {
-                const auto key = load_part(keys[j] + d, head_dim - d);
+                const auto key = load_part(keys[j] + d, there);
 #pragma GCC unroll 4
                 for (int h = 0; h < kHeads; h++) sums[h][j] = add_products(sums[h][j], parts[h], key);
             }
@@ -722,26 +741,19 @@ bool has_pairs() { return kHasPairs; }
 
 // x [size_m, size_k] with x_stride between rows, w [size_n, size_k], bias [size_n] or null -> y [size_m, size_n].
 // size_n is at least eight, size_k a multiple of four.
-void linear(const bf16* x, int64_t x_stride, const bf16* w, const bf16* bias, bf16* y, int64_t size_m, int64_t size_n,
-            int64_t size_k) {
+void linear_bf16(const bf16* x, int64_t x_stride, const bf16* w, const bf16* bias, bf16* y, int64_t size_m, int64_t size_n,
+                 int64_t size_k) {
     kept([=] {
-        if (size_m > (tiled(size_n, size_k) ? 1 : kFewRows)) {
+        if (size_m <= (tiled(size_n, size_k) ? 1 : kFewRows)) multiply_rows(x, x_stride, w, bias, y, size_m, size_n, size_k);
+        else
             for (int64_t m = 0; m < size_m; m += kPackedRows)
                 multiply_packed(x + m * x_stride, x_stride, w, bias, y + m * size_n, std::min<int64_t>(size_m - m, kPackedRows),
                                 size_n, size_k);
-            return;
-        }
-#pragma omp parallel for schedule(static)
-        for (int64_t of = 0; of < size_n; of += kColumns) {
-            const int64_t n = std::min<int64_t>(of, size_n - kColumns);
-            const bf16* offsets = bias ? bias + n : nullptr;
-            for (int64_t m = 0; m < size_m; m += kRowsAtOnce) {
-                const int64_t rows = std::min<int64_t>(size_m - m, kRowsAtOnce);
-                const auto tile = rows == 1 ? linear_tile<1> : rows == 2 ? linear_tile<2> : linear_tile<kRowsAtOnce>;
-                tile(x + m * x_stride, x_stride, w + n * size_k, offsets, y + m * size_n + n, size_n, size_k);
-            }
-        }
     });
+}
+void linear_f32(const float* x, int64_t x_stride, const float* w, const float* bias, float* y, int64_t size_m, int64_t size_n,
+                int64_t size_k) {
+    kept([=] { multiply_rows(x, x_stride, w, bias, y, size_m, size_n, size_k); });
 }
 
 // Query tokens, each against a range of the keys of its request; an empty range gives zeros. Without a bias, tokens of

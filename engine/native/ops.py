@@ -1,11 +1,13 @@
 """The kernels as functions of tensors, unused before `enable`: PyTorch computes the same until then.
 
-Callers ask `serves` first: the tensors must be bfloat16, on a CPU, with rows that are contiguous.
+Callers ask `serves` first: the tensors must be bfloat16, on a CPU, with rows that are contiguous. Linear layers of few
+rows, and attention over a paged cache, compute float32 as well.
 """
 
 from __future__ import annotations
 
 import ctypes
+import sys
 from typing import Final
 
 import torch
@@ -15,12 +17,16 @@ from engine.native.build import load_kernels
 
 MAX_LINEAR_ROWS: Final = 192
 """From about here on PyTorch's matrix product, which packs its operands, is as fast on a processor that has pairs."""
+MAX_FLOAT32_ROWS: Final = 8
+"""The same for float32, whose rows are multiplied as they are."""
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _STRIDES = _INT * 3
 _ATTENTION: Final = [*[_POINTER, _INT] * 3, *[_POINTER] * 3, _INT, _POINTER, *[_INT] * 5]
+_LINEAR: Final = [_POINTER, _INT, *[_POINTER] * 3, *[_INT] * 3]
 _SIGNATURES: Final = {
-    "linear": [_POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT],
+    "linear_bf16": _LINEAR,
+    "linear_f32": _LINEAR,
     "paged_attention_bf16": [*_ATTENTION, _FLOAT],
     "paged_attention_f32": [*_ATTENTION, _FLOAT],
     "dense_attention_bf16": [*[_POINTER, _STRIDES] * 3, _POINTER, *[_INT] * 6, _FLOAT],
@@ -54,15 +60,23 @@ def is_enabled() -> bool:
 
 
 def serves(x: Tensor) -> bool:
-    """Whether the kernels for linear layers, norms and activations take this."""
+    """Whether the kernels for norms and activations take this."""
     return _enabled and x.dtype == torch.bfloat16 and x.device.type == "cpu" and x.stride(-1) == 1
 
 
 def serves_linear(x: Tensor, weight: Tensor) -> bool:
-    in_rows = x.ndim == 2 or (x.ndim > 2 and x.is_contiguous())
-    few = not has_pairs or x.numel() <= MAX_LINEAR_ROWS * x.shape[-1]
-    fits = weight.shape[0] >= 8 and weight.shape[1] % 4 == 0
-    return in_rows and few and fits and serves(x) and weight.is_contiguous()
+    """Whether `linear` takes these, and is the faster one."""
+    most = MAX_FLOAT32_ROWS if x.dtype == torch.float32 else MAX_LINEAR_ROWS if has_pairs else sys.maxsize
+    return (
+        _enabled
+        and x.device.type == "cpu"
+        and x.dtype in (torch.bfloat16, torch.float32)
+        and (x.stride(-1) == 1 if x.ndim == 2 else x.ndim > 2 and x.is_contiguous())
+        and x.numel() <= most * x.shape[-1]
+        and weight.shape[0] >= 8
+        and weight.shape[1] % 4 == 0
+        and weight.is_contiguous()
+    )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -71,7 +85,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     out = x.new_empty(*x.shape[:-1], columns)
     stride, rows = x.stride(0) if x.ndim == 2 else size, x.numel() // size
     offsets = None if bias is None else bias.data_ptr()
-    _library.linear(x.data_ptr(), stride, weight.data_ptr(), offsets, out.data_ptr(), rows, columns, size)
+    multiply = _library.linear_bf16 if x.dtype == torch.bfloat16 else _library.linear_f32
+    multiply(x.data_ptr(), stride, weight.data_ptr(), offsets, out.data_ptr(), rows, columns, size)
     return out
 
 

@@ -84,6 +84,32 @@ def test_linear(rows: int, columns: int, fours: int, beside: int, biased: bool, 
     assert_rounded(layer(x), F.linear(x.float(), layer.weight.float(), bias))
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(1, ops.MAX_FLOAT32_ROWS),
+    st.integers(8, 100),
+    st.integers(1, 50),
+    st.integers(0, 3),
+    st.booleans(),
+    SEEDS,
+)
+@torch.inference_mode()
+def test_linear_in_float32(rows: int, columns: int, fours: int, beside: int, biased: bool, seed: int) -> None:
+    layer = Linear(4 * fours, columns, bias=biased)
+    x = random(seed, rows, 4 * fours + beside).float()[:, : 4 * fours]
+    assert ops.serves_linear(x, layer.weight)
+    torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias), rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_linear_of_more_dimensions_than_two() -> None:
+    layer = Linear(16, 24, dtype=torch.bfloat16)
+    x = random(0, 3, 5, 16)
+    assert ops.serves_linear(x, layer.weight)
+    assert not ops.serves_linear(x.transpose(0, 1), layer.weight)
+    assert torch.equal(layer(x), layer(x.flatten(0, 1)).unflatten(0, (3, 5)))
+
+
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 40), st.integers(1, 150), st.booleans(), SEEDS)
 @torch.inference_mode()
@@ -221,7 +247,8 @@ def test_an_encoder_convolves_in_float32_where_the_processor_has_no_pairs() -> N
 @torch.inference_mode()
 def test_other_dtypes_and_long_batches_are_pytorchs() -> None:
     weight = random(0, 8, 16)
-    assert not ops.serves_linear(random(1, 4, 16).float(), weight.float())
+    assert not ops.serves_linear(random(1, ops.MAX_FLOAT32_ROWS + 1, 16).float(), weight.float())
+    assert not ops.serves_linear(random(1, 4, 16).half(), weight.half())
     for has_pairs in (False, True):
         with patch.object(ops, "has_pairs", has_pairs):
             assert ops.serves_linear(random(1, ops.MAX_LINEAR_ROWS + 1, 16), weight) != has_pairs
