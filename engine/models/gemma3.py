@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.model_info import ModelInfo
-from engine.models.base import AttentionContext, DecoderModel
+from engine.models.base import AttentionContext
 from engine.models.config import TextConfig, read_text_config, sliding_layers
 from engine.models.layers import Linear, Rotary, activation, rotate
-from engine.models.llama import CHECKPOINT_PARTS, LLAMA_LAYOUT, MULTIMODAL_LAYOUT
-from engine.state.spec import DecoderSpec
+from engine.models.llama import LLAMA_LAYOUT, MULTIMODAL_LAYOUT, LlamaDecoder
 
 _LOCAL_THETA = 10_000.0
 _NOT_COMPUTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
@@ -28,41 +27,27 @@ def build(info: ModelInfo) -> Gemma3Decoder:
     return Gemma3Decoder(info, read_text_config(info))
 
 
-class Gemma3Decoder(DecoderModel):
+class Gemma3Decoder(LlamaDecoder):
     """A decoder with grouped-query attention, norms of queries and keys, and a gated MLP between two norms each.
 
     Token embeddings are scaled by sqrt(hidden_size); encoder outputs, which replace some, are not.
     """
 
-    parts = CHECKPOINT_PARTS
-
     def __init__(self, info: ModelInfo, config: TextConfig) -> None:
-        super().__init__()
+        layout = MULTIMODAL_LAYOUT if info.media_kind else LLAMA_LAYOUT
+        super().__init__(config, max_model_len=info.max_model_len, layout=layout)
         json = info.text_config
-        self.spec = DecoderSpec(
-            num_layers=config.num_layers,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            hidden_size=config.hidden_size,
-            vocab_size=config.vocab_size,
-            max_model_len=info.max_model_len,
-            windows=tuple(dict.fromkeys(config.windows)),
-            whole_input_tokens=int(info.config.get("mm_tokens_per_image") or 256) if info.media_kind else 0,
-        )
-        self.layout = MULTIMODAL_LAYOUT if info.media_kind else LLAMA_LAYOUT
+        whole_input_tokens = int(info.config.get("mm_tokens_per_image") or 256) if info.media_kind else 0
+        self.spec = replace(self.spec, whole_input_tokens=whole_input_tokens)
         given = (json.get("rope_parameters") or {}).get("sliding_attention") or {}
         theta = float(given.get("rope_theta") or json.get("rope_local_base_freq") or _LOCAL_THETA)
-        self.rotary = Rotary(config)
         self.local_rotary = Rotary(replace(config, rope={"rope_type": "default", "rope_theta": theta}))
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         act, scale = str(json.get("hidden_activation")), float(json["query_pre_attn_scalar"]) ** -0.5
         self.layers = nn.ModuleList(
             Gemma3Layer(config, index, act, scale, is_local=is_local)
             for index, is_local in enumerate(sliding_layers(json, "gemma3"))
         )
         self.norm = Gemma3Norm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = None if config.tied else Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         embeddings = super().embed(input_ids)

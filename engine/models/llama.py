@@ -77,7 +77,7 @@ class LlamaDecoder(DecoderModel):
         self.rotary = Rotary(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(LlamaLayer(config, index) for index in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm: nn.Module = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None if config.tied else Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, embeddings: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
