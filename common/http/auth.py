@@ -101,7 +101,8 @@ def proxy_guard(settings: Settings) -> Guard:
     def allows(path: str, header: str | None, client: str | None) -> bool:
         if path in CONTROL_PATHS:
             return may_control(token, header, client)
-        return not keys or path in open_paths or _is_page(path) or keys.accepts(header)
+        asks_itself = path == "/" or path.startswith("/page/")  # the page
+        return not keys or path in open_paths or asks_itself or keys.accepts(header)
 
     return allows
 
@@ -123,11 +124,6 @@ def worker_guard(settings: Settings) -> Guard:
 def serves_anybody(settings: Settings) -> bool:
     """Return whether the API listens beyond this machine and asks for no key."""
     return settings.host not in LOOPBACK_HOSTS and not api_keys(settings)
-
-
-def _is_page(path: str) -> bool:
-    """Return whether a proxy's path is of its page, which asks for a key itself."""
-    return path == "/" or path.startswith("/page/")
 
 
 def _open_paths(settings: Settings) -> frozenset[str]:

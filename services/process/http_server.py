@@ -67,7 +67,11 @@ def make_app(
         except msgspec.MsgspecError as error:
             message = f'the body must be {{"role": "ROLE"}}: {error}'
             return _refusal(ErrorInfo("invalid_request", message, "role"))
-        return await _accepted(switch(role))
+        try:
+            left = await switch(role)
+        except TriptychError as error:
+            return _refusal(error.info)
+        return drain_answer(left, waited=False)
 
     return Starlette(
         routes=[
@@ -111,13 +115,6 @@ class HttpServer:
 
     def close(self) -> None:
         self._socket.close()
-
-
-async def _accepted(draining: Awaitable[int]) -> Response:
-    try:
-        return JSONResponse({"status": "draining", "outstanding": await draining}, status_code=202)
-    except TriptychError as error:
-        return _refusal(error.info)
 
 
 def _refusal(error: ErrorInfo) -> Response:
