@@ -186,17 +186,12 @@ class Presence:
         return {i: record for i, (record, _) in self._seen.items()}
 
 
-def other_key(one: InstanceRecord, other: InstanceRecord) -> str:
-    """Return the message for two instances without a common cluster key."""
-    has = f"cluster key {one.key_id}" if one.key_id else "no cluster key"
-    wants = f"cluster key {other.key_id}" if other.key_id else "none"
-    return f"{one.instance_id} has {has}, {other.instance_id} has {wants}: give both the same TRIPTYCH_CLUSTER_KEY"
-
-
 def incompatibility(one: InstanceRecord, other: InstanceRecord) -> str | None:
     """Return the reason against two instances working together; None if compatible. A proxy has no dtype."""
     if one.key_id != other.key_id:
-        return other_key(one, other)
+        has = f"cluster key {one.key_id}" if one.key_id else "no cluster key"
+        wants = f"cluster key {other.key_id}" if other.key_id else "none"
+        return f"{one.instance_id} has {has}, {other.instance_id} has {wants}: give both the same TRIPTYCH_CLUSTER_KEY"
     for name, ours, theirs in (
         ("protocol version", one.protocol, other.protocol),
         ("dtype", one.dtype, other.dtype),
