@@ -166,9 +166,11 @@ def paged_attention(
 
 
 def serves_dense(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether `dense_attention` takes these: six queries or more and at least as many keys, an even head_dim."""
+    """Whether `dense_attention` takes these, and is the faster one: six queries or more and at least as many keys, an
+    even head_dim."""
     return (
-        key.shape[2] >= query.shape[2] >= 6
+        has_pairs
+        and key.shape[2] >= query.shape[2] >= 6
         and query.shape[3] % 2 == 0
         and key.shape == value.shape
         and all(map(serves, (query, key, value)))

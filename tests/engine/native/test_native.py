@@ -170,7 +170,7 @@ def test_dense_attention(
     query = random(seed, batch, num_queries, num_kv_heads * group, head_dim).transpose(1, 2)
     key = random(seed + 1, batch, num_keys, num_kv_heads, head_dim).transpose(1, 2)
     value = random(seed + 2, batch, num_keys, 3, num_kv_heads, head_dim)[:, :, 2].transpose(1, 2)  # of a fused product
-    assert ops.serves_dense(query, key, value)
+    assert ops.serves_dense(query, key, value) == ops.has_pairs
     exact = F.scaled_dot_product_attention(query.float(), key.float(), value.float(), enable_gqa=True).transpose(1, 2)
     got = ops.dense_attention(query, key, value, head_dim**-0.5).float()
     torch.testing.assert_close(got, exact, rtol=2**-6, atol=2**-6 * float(exact.abs().max()))
@@ -228,7 +228,7 @@ def test_a_whisper_encoder_in_bfloat16_is_as_near_to_float32_as_pytorchs() -> No
     ours = encoder.module.bfloat16()(features.bfloat16()).last_hidden_state.float()
     with patch.object(ops, "_enabled", False):
         theirs = encoder.module(features.bfloat16()).last_hidden_state.float()
-    assert not torch.equal(ours, theirs)  # the kernel ran
+    assert not (ops.has_pairs and torch.equal(ours, theirs))  # the kernel of attention ran
     assert (ours - exact).norm() < 1.2 * (theirs - exact).norm()
 
 
