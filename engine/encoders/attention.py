@@ -63,11 +63,11 @@ def use_kernels(encoder: EncoderModel, device: torch.device, dtype: torch.dtype,
 
 
 def _replace_products(layers: Iterable[Any]) -> None:
-    """Let linear layers use the kernels, and convolutions compute in float32 where bfloat16 is slow."""
+    """Let linear layers use the kernels, and convolutions compute in float32 where PyTorch is slow in bfloat16."""
     for layer in layers:
         if type(layer) is nn.Linear:
             layer.__class__ = Linear
-        elif isinstance(layer, nn.Conv1d | nn.Conv2d) and not ops.has_pairs:
+        elif isinstance(layer, nn.Conv1d | nn.Conv2d) and ops.pytorch_is_slow:
             layer._conv_forward = partial(_in_float32, layer._conv_forward)  # type: ignore[method-assign]
 
 

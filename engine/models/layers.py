@@ -1,6 +1,7 @@
 """Layers shared by decoders, computed by PyTorch or by a kernel of `engine.native`.
 
-C++ kernels serve bfloat16 on a CPU, Triton kernels serve CUDA. Neither is used before it is enabled.
+C++ kernels serve bfloat16 on a CPU, and linear layers of few float32 rows. Triton kernels serve CUDA. Neither is used
+before it is enabled.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class Linear(nn.Linear):
 
 
 def linear(x: Tensor, weight: Tensor | SmallWeight, bias: Tensor | None = None) -> Tensor:
-    """x [m, k], weight [n, k] -> [m, n]"""
+    """x [..., k], weight [n, k] -> [..., n]"""
     if isinstance(weight, SmallWeight):
         return weight.multiply(x, bias)
     if ops.serves_linear(x, weight):

@@ -2,7 +2,7 @@
 // contiguous rows, called by engine/native/ops.py; each says which shapes it takes.
 //
 // Libraries are made for large matrices. A decode step is bound by how fast weights and keys stream from memory, and by
-// what stands around the arithmetic. Weights stay as the checkpoint has them ([out, in], bfloat16). A row of x and a row
+// what stands around the arithmetic. Weights stay as the checkpoint has them ([out, in], bfloat16 or float32). A row of x and a row
 // of the weight are both contiguous: for few rows pairs are multiplied along the row. More rows of x are packed.
 // Sums are float32 throughout. Threads are OpenMP's, the same ones as PyTorch's. Vectors are those of the processor that
 // this is compiled for (vectors.h). Where a processor multiplies tiles (AMX), what is packed is what its tiles are loaded
@@ -147,8 +147,8 @@ inline void linear_tile(const T* x, int64_t x_stride, const T* w, const T* bias,
     for (int m = 0; m < kRows; m++) store(y + m * y_stride, lanes(kColumns), totals(sums[m]) + offsets);
 }
 
-// size_m rows of size_k, an even number; row i is at row_at(i) -> lines [size_m / 16, rounded up][num_pairs]: pair p of 16
-// rows side by side. Another pair meets 16 rows at once, and nothing is added up along a vector. Rows behind the last, and
+// size_m rows of size_k, an even number; row i is at row_at(i) -> lines [size_m / kLanes, rounded up][num_pairs]: pair p of
+// kLanes rows side by side. Another pair meets these rows at once, and nothing is added up along a vector. Rows behind the last, and
 // pairs behind those of a row, are zeros.
 template <typename RowAt>
 inline void pack_rows(RowAt row_at, int64_t size_m, int64_t size_k, Line* lines, int64_t num_pairs) {
@@ -187,13 +187,12 @@ inline void multiply(Floats (&sums)[kRows][kWidth], const Line* lines, int64_t s
 // Sums of columns of kLanes rows, and the bias of each -> the rows, y_stride apart, as far as there are any.
 inline void store_columns(Floats (&sums)[kColumns], const bf16* bias, bf16* y, int64_t y_stride, int64_t size_m) {
 #pragma GCC unroll 8
-    for (int n = 0; n < kColumns; n++)
-        sums[n] = sums[n] + all(bias ? to_float(bias[n]) : 0.0f);
+    for (int n = 0; n < kColumns; n++) sums[n] = sums[n] + all(bias ? to_float(bias[n]) : 0.0f);
     store_rows(sums, y, y_stride, size_m);
 }
 
-// kBlocks blocks of packed rows against kColumns rows of w. size_k is a multiple
-// of four; size_m says how many of the rows there are. The first blocks call for the next rows of w.
+// kBlocks blocks of packed rows against kColumns rows of w. size_k is a multiple of four; size_m says how many of the
+// rows there are. The first blocks call for the next rows of w.
 template <int kBlocks, bool kFirst>
 void packed_tile(const Line* lines, const bf16* w, const bf16* bias, bf16* y, int64_t y_stride, int64_t size_m,
                  int64_t size_k) {
@@ -419,12 +418,12 @@ struct KeyRange {
 // compiled, else 0.
 template <int kDim>
 struct PackedHead {
-    std::vector<Line> keys;     // [padded / 16][num_pairs]: pair p of 16 keys
+    std::vector<Line> keys;     // [padded / kLanes][num_pairs]: pair p of kLanes keys
     std::vector<Line> values;   // [padded / 2][value_lines]: keys 2 j and 2 j + 1 side by side
-    std::vector<Line> scores;   // [kQueries or kTiledQueries][padded / 16] float32
-    std::vector<Line> weights;  // [as many][padded / 32] bfloat16
+    std::vector<Line> scores;   // [kQueries or kTiledQueries][padded / kLanes] float32
+    std::vector<Line> weights;  // [as many][padded / kLanes / 2] bfloat16
     std::vector<Line> queries;  // [kTiledQueries][num_pairs / 16] for tiles, with zeros
-    int64_t padded;             // number of keys, to a multiple of kWide * 16, with zeros
+    int64_t padded;             // number of keys, to a multiple of kWide * kLanes, with zeros
     int64_t dim;
 
     int64_t head_dim() const { return kDim ? kDim : dim; }
@@ -525,7 +524,7 @@ struct PackedHead {
         float factors[kQueries];
         for (int q = 0; q < kQueries; q++)
             factors[q] = soften(score + q * width, weight + q * width, scale, start, seen.begin_of(q), seen.end_of(q), width);
-        for (int64_t line = 0; line < value_lines(); line += kWide) switch (value_lines() - line) {
+        for (int64_t line = 0; line < value_lines(); line += kWide) switch (std::min<int64_t>(value_lines() - line, kWide)) {
             case 1: sum_values<1>(line, start, width, factors, out, out_stride); break;
             case 2: sum_values<2>(line, start, width, factors, out, out_stride); break;
             case 3: sum_values<3>(line, start, width, factors, out, out_stride); break;
@@ -533,7 +532,7 @@ struct PackedHead {
         }
     }
 
-    // kWidth * 16 columns of the weighted values from `start` to `width`.
+    // kWidth * kLanes columns of the weighted values from `start` to `width`.
     template <int kWidth>
     void sum_values(int64_t line, int64_t start, int64_t width, const float* factors, bf16* out, int64_t out_stride) const {
         Floats sums[kQueries][kWidth] = {};
@@ -736,7 +735,7 @@ extern "C" {
 // Compute with tiles from now on, as this library does where it can, or without; returns whether.
 bool use_tiles(bool wanted) { return has_tiles = wanted && ask_for_tiles(); }
 
-// Whether the processor multiplies pairs of bfloat16; where it does not, PyTorch computes in bfloat16 element by element.
+// Whether products of pairs of bfloat16 are instructions here.
 bool has_pairs() { return kHasPairs; }
 
 // x [size_m, size_k] with x_stride between rows, w [size_n, size_k], bias [size_n] or null -> y [size_m, size_n].

@@ -13,13 +13,15 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.native.build import load_kernels
+from engine.native.build import cpu_flags, load_kernels
 
 MAX_LINEAR_ROWS: Final = 192
-"""From about here on PyTorch's matrix product, which packs its operands, is as fast on a processor that has pairs."""
+"""From about here on PyTorch's matrix product, which packs its operands, is as fast, unless it is slow."""
 MAX_FLOAT32_ROWS: Final = 8
 """The same for float32, whose rows are multiplied as they are."""
 
+_PYTORCH_NEEDS: Final = frozenset({"avx512bw", "avx512vl", "avx512dq"})
+"""Of a processor for products and convolutions of bfloat16 by oneDNN (PyTorch's `mkldnn_bf16_device_check`)."""
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _STRIDES = _INT * 3
 _ATTENTION: Final = [*[_POINTER, _INT] * 3, *[_POINTER] * 3, _INT, _POINTER, *[_INT] * 5]
@@ -38,21 +40,22 @@ _SIGNATURES: Final = {
 }
 
 has_pairs = True
-"""Whether the processor multiplies pairs of bfloat16, as `enable` learns. PyTorch without them takes up to ten times as
-long in bfloat16 as in float32."""
+"""Whether the kernels multiply pairs of bfloat16 by an instruction, as `enable` learns."""
+pytorch_is_slow = False
+"""Whether PyTorch multiplies bfloat16 element by element, as `enable` learns: up to ten times as long as float32."""
 _enabled = False
 _library: ctypes.CDLL
 
 
 def enable() -> None:
     """Load the kernels and use them from now on. Raises KernelsUnavailableError."""
-    global _enabled, _library, has_pairs
+    global _enabled, _library, has_pairs, pytorch_is_slow
     _library = load_kernels()
     for name, arguments in _SIGNATURES.items():
         function = getattr(_library, name)
         function.argtypes, function.restype = arguments, None
     _library.has_pairs.restype = ctypes.c_bool
-    has_pairs, _enabled = _library.has_pairs(), True
+    has_pairs, pytorch_is_slow, _enabled = _library.has_pairs(), not cpu_flags() >= _PYTORCH_NEEDS, True
 
 
 def is_enabled() -> bool:
@@ -66,15 +69,18 @@ def serves(x: Tensor) -> bool:
 
 def serves_linear(x: Tensor, weight: Tensor) -> bool:
     """Whether `linear` takes these, and is the faster one."""
-    most = MAX_FLOAT32_ROWS if x.dtype == torch.float32 else MAX_LINEAR_ROWS if has_pairs else sys.maxsize
+    many = sys.maxsize if pytorch_is_slow else MAX_LINEAR_ROWS
+    most = MAX_FLOAT32_ROWS if x.dtype == torch.float32 else many
     return (
         _enabled
         and x.device.type == "cpu"
+        and x.dtype == weight.dtype
         and x.dtype in (torch.bfloat16, torch.float32)
         and (x.stride(-1) == 1 if x.ndim == 2 else x.ndim > 2 and x.is_contiguous())
         and x.numel() <= most * x.shape[-1]
         and weight.shape[0] >= 8
-        and weight.shape[1] % 4 == 0
+        and weight.shape[1] == x.shape[-1]
+        and x.shape[-1] % 4 == 0
         and weight.is_contiguous()
     )
 

@@ -1,6 +1,6 @@
 // The vectors that kernels.cpp computes with: of floats, and of pairs of bfloat16. They have the width of the processor:
 // 16 lanes and products of pairs in one instruction (AVX-512 with BF16), else 8 lanes (AVX2), where a product of pairs is
-// two of floats. Sizes that say how many sums the registers hold stand here, too.
+// two of floats. Tile sizes, which depend on the number of registers, are here, too.
 
 #pragma once
 
@@ -27,7 +27,7 @@ constexpr bool kHasPairs = true;  // products of pairs are instructions
 constexpr int kLanes = 16;        // floats in a vector
 constexpr int kColumns = 8;       // rows of w at a time
 constexpr int kRowsAtOnce = 3;    // rows of x at a time, as they are; 3 x 8 sums
-constexpr int kFewRows = 12;      // at most so many are multiplied as they are, more are packed; one for tiles
+constexpr int kFewRows = 12;      // at most so many are multiplied as they are, more are packed (with tiles from 2 on)
 constexpr int kBlocksAtOnce = 3;  // vectors of packed rows of x; 8 x 3 sums
 constexpr int kHeadsAtOnce = 4;   // heads that share a key; with 4 keys 4 x 4 sums, and as many vectors of output
 constexpr int kQueries = 6, kWide = 4;  // queries, and vectors of keys; 6 x 4 sums
@@ -55,7 +55,7 @@ inline float max_of(Floats a) { return _mm512_reduce_max_ps(a); }
 inline Floats round_to_whole(Floats a) { return _mm512_roundscale_ps(a, 0); }
 inline Floats times_power_of_two(Floats a, Floats whole) { return _mm512_scalef_ps(a, whole); }
 
-// The first lanes of a mask.
+// Loads the lanes of a mask, zeros elsewhere. Masks of loads and stores begin at lane 0.
 inline Floats load(const float* from, Mask mask) { return _mm512_maskz_loadu_ps(mask, from); }
 inline Pairs load_low_halves(const bf16* from, Mask mask) {
     return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from));
@@ -194,7 +194,7 @@ inline float max_of(Floats a) {
     return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
 }
 inline Floats round_to_whole(Floats a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-// Below 2^-126 zero, where AVX-512 has what is denormal; above 2^127 as much.
+// Results below 2^-126 are zero (AVX-512 keeps denormals). Exponents above 127 count as 127.
 inline Floats times_power_of_two(Floats a, Floats whole) {
     const __m256i power = _mm256_cvtps_epi32(_mm256_min_ps(whole, all(127.0f)));
     const __m256 factor = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(power, _mm256_set1_epi32(127)), 23));
@@ -204,15 +204,17 @@ inline Floats times_power_of_two(Floats a, Floats whole) {
 inline Floats load(const float* from, Mask mask) {
     return mask.end >= kLanes ? _mm256_loadu_ps(from) : _mm256_maskload_ps(from, mask);
 }
-// `count` elements, fewer than 16, and zeros behind them. Apart, as a call: few vectors are not full.
+// `count` elements, fewer than 16, and zeros behind them. Not inlined: partial vectors are rare.
 __attribute__((noinline, cold)) inline Pairs load_few(const bf16* from, int64_t count) {
     bf16 room[2 * kLanes] = {};
     for (int64_t i = 0; i < count; i++) room[i] = from[i];
     return _mm256_loadu_si256((const __m256i*)room);
 }
 inline Pairs load_low_halves(const bf16* from, Mask mask) {
+    if (mask.end <= 0) return _mm256_setzero_si256();
     const bool full = __builtin_expect(mask.end >= kLanes, 1);
-    return _mm256_cvtepu16_epi32(full ? _mm_loadu_si128((const __m128i*)from) : _mm256_castsi256_si128(load_few(from, mask.end)));
+    const __m128i halves = full ? _mm_loadu_si128((const __m128i*)from) : _mm256_castsi256_si128(load_few(from, mask.end));
+    return _mm256_cvtepu16_epi32(halves);
 }
 inline Pairs to_high_halves(Pairs pairs) { return _mm256_slli_epi32(pairs, 16); }
 inline Floats load(const bf16* from, Mask mask) {
@@ -221,9 +223,10 @@ inline Floats load(const bf16* from, Mask mask) {
 inline void store(float* to, Mask mask, Floats value) {
     mask.end >= kLanes ? _mm256_storeu_ps(to, value) : _mm256_maskstore_ps(to, mask, value);
 }
-// To the nearest, or the even one of two; what is no number stays none.
+// Rounds to nearest, ties to even. NaN stays NaN.
 inline __m128i rounded(Floats value) {
-    const __m256i bits = _mm256_castps_si256(value), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i bits = _mm256_castps_si256(value);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     const __m256i nearest = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
     const __m256i none = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
     const __m256i halves = _mm256_blendv_epi8(nearest, _mm256_set1_epi32(0x7fc0), none);
@@ -240,6 +243,7 @@ inline Floats load_aligned(const void* from) { return _mm256_load_ps((const floa
 inline void store_aligned(void* to, Floats value) { _mm256_store_ps((float*)to, value); }
 
 inline Pairs load_pairs(const bf16* from, PairMask count) {
+    if (count <= 0) return _mm256_setzero_si256();
     return __builtin_expect(count >= 2 * kLanes, 1) ? _mm256_loadu_si256((const __m256i*)from) : load_few(from, count);
 }
 inline Pairs load_whole_pairs(const bf16* from, Mask mask) { return _mm256_maskload_epi32((const int*)from, mask); }
@@ -250,7 +254,8 @@ inline Pairs either(Pairs a, Pairs b) { return _mm256_or_si256(a, b); }
 
 inline Floats add_products(Floats sum, Pairs a, Pairs b) {
     const auto low = [](Pairs pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); };
-    const auto high = [](Pairs pairs) { return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(0xffff0000))); };
+    const __m256i upper = _mm256_set1_epi32(0xffff0000);
+    const auto high = [=](Pairs pairs) { return _mm256_castsi256_ps(_mm256_and_si256(pairs, upper)); };
     return _mm256_fmadd_ps(high(a), high(b), _mm256_fmadd_ps(low(a), low(b), sum));
 }
 

@@ -43,15 +43,29 @@ class Known:
     rounding: npt.NDArray[np.float64]
 
     def check_tokens(self, answers: Sequence[Sequence[int]]) -> None:
-        """Another token is as good where float32 prefers its own by no more than errors of rounding."""
+        """Up to the first token that float32 prefers by no more than errors of rounding: there another is as good."""
         for case, scores, answer in zip(self.cases, self.scores, answers, strict=True):
-            pairs = list(zip(case.expected, answer, strict=False))
-            first = next((number for number, (one, other) in enumerate(pairs) if one != other), None)
-            if first is not None:
-                preference = scores[first, case.expected[first]] - scores[first, answer[first]]
-                assert preference <= MARGIN_FACTOR * self.rounding.max(), f"token {first} of {len(pairs)}"
-            else:
-                assert len(answer) == len(case.expected)
+            self._agreed(case.expected, scores, answer)
+
+    def check_all_tokens(self, ask: Callable[[Case, int], Sequence[int]]) -> None:
+        """Every token: behind one that is as good `ask`, given a case and a number of tokens, goes on."""
+        for case, scores in zip(self.cases, self.scores, strict=True):
+            given = 0
+            while given < len(case.expected):
+                rest = case.expected[given:]
+                asked = replace(case, prompt=[*case.prompt, *case.expected[:given]])
+                given += self._agreed(rest, scores[given:], ask(asked, len(rest))) + 1
+
+    def _agreed(self, expected: Sequence[int], scores: torch.Tensor, answer: Sequence[int]) -> int:
+        """Return how many tokens are float32's before one that is as good."""
+        pairs = list(zip(expected, answer, strict=False))
+        first = next((number for number, (one, other) in enumerate(pairs) if one != other), len(expected))
+        if first == len(expected):
+            assert len(answer) == first
+            return first
+        preference = scores[first, expected[first]] - scores[first, answer[first]]
+        assert preference <= MARGIN_FACTOR * self.rounding.max(), f"token {first} of {len(pairs)}"
+        return first
 
     def check_logprobs(self, got: npt.NDArray[np.float64]) -> None:
         """`got` are those of all tokens of all answers."""

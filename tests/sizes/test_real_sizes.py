@@ -90,7 +90,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Known:
 def test_a_vision_language_model_answers_as_transformers(qwen: Known) -> None:
     llm = LLM(qwen.folder, max_model_len=MODEL_LEN, **ENGINE)
     with as_planned(llm):  # before anything is in a cache
-        qwen.check_tokens([answer_all(llm, [case], MAX_TOKENS, timeout_s=TIMEOUT_S)[0] for case in qwen.cases])
+        qwen.check_all_tokens(lambda case, count: answer_all(llm, [case], count, timeout_s=TIMEOUT_S)[0])
         qwen.check_tokens(answer_all(llm, qwen.cases, MAX_TOKENS, timeout_s=TIMEOUT_S))
     if TOY or DEVICE != "cpu":  # as long again
         qwen.check_logprobs(logprobs(llm, qwen.cases))

@@ -32,7 +32,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each kind of processor's kernels, on this processor if it can run them."""
     wide, narrow = build.STEPS
-    as_before = {name: getattr(ops, name, None) for name in ("_enabled", "_library", "has_pairs")}
+    as_before = {name: getattr(ops, name, None) for name in ("_enabled", "_library", "has_pairs", "pytorch_is_slow")}
     steps = (narrow if request.param == "avx2" else wide,)
     with patch.multiple(ops, create=True, **as_before), patch.object(build, "STEPS", steps):
         build.load_kernels.cache_clear()
@@ -233,14 +233,14 @@ def test_a_whisper_encoder_in_bfloat16_is_as_near_to_float32_as_pytorchs() -> No
 
 
 @torch.inference_mode()
-def test_an_encoder_convolves_in_float32_where_the_processor_has_no_pairs() -> None:
+def test_an_encoder_convolves_in_float32_where_pytorch_is_slow_in_bfloat16() -> None:
     encoder = WhisperEncoder(WhisperConfig(d_model=64, encoder_layers=1, encoder_attention_heads=1))
     convolution = encoder.module.bfloat16().conv2
     assert use_kernels(encoder, torch.device("cpu"), torch.bfloat16, "auto")
     x = random(0, 2, 64, 30)
     weight, bias = convolution.weight.float(), convolution.bias.float()
     exact = F.conv1d(x.float(), weight, bias, stride=2, padding=1)
-    assert ops.has_pairs or torch.equal(convolution(x), exact.bfloat16())
+    assert not ops.pytorch_is_slow or torch.equal(convolution(x), exact.bfloat16())
     assert_rounded(convolution(x), exact)
 
 
@@ -249,9 +249,10 @@ def test_other_dtypes_and_long_batches_are_pytorchs() -> None:
     weight = random(0, 8, 16)
     assert not ops.serves_linear(random(1, ops.MAX_FLOAT32_ROWS + 1, 16).float(), weight.float())
     assert not ops.serves_linear(random(1, 4, 16).half(), weight.half())
-    for has_pairs in (False, True):
-        with patch.object(ops, "has_pairs", has_pairs):
-            assert ops.serves_linear(random(1, ops.MAX_LINEAR_ROWS + 1, 16), weight) != has_pairs
+    assert not ops.serves_linear(random(1, 4, 16).float(), weight)
+    for is_slow in (False, True):
+        with patch.object(ops, "pytorch_is_slow", is_slow):
+            assert ops.serves_linear(random(1, ops.MAX_LINEAR_ROWS + 1, 16), weight) == is_slow
     assert not ops.serves_linear(random(1, 4, 16), random(0, 7, 16))
     assert not ops.serves_linear(random(1, 4, 18), random(0, 8, 18))
     with patch.object(ops, "_enabled", False):
