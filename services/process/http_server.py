@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from common.config import Settings
-from common.errors import ErrorInfo, TriptychError
+from common.errors import TriptychError
 from common.http.auth import Guard, RequireKey
 from common.http.drain import drain_answer, wait_of
 from common.http.server import Server, bind
@@ -54,24 +54,16 @@ def make_app(
         return JSONResponse(handoffs())
 
     async def begin_drain(request: Request) -> Response:
-        try:
-            wait_s = wait_of(request.query_params.get("wait"))
-            left = await drain(wait_s)
-        except TriptychError as error:
-            return _refusal(error.info)
-        return drain_answer(left, waited=wait_s > 0)
+        wait_s = wait_of(request.query_params.get("wait"))
+        return drain_answer(await drain(wait_s), waited=wait_s > 0)
 
     async def begin_switch(request: Request) -> Response:
         try:
             role = msgspec.json.decode(await request.body(), type=_SwitchRequest).role
         except msgspec.MsgspecError as error:
             message = f'the body must be {{"role": "ROLE"}}: {error}'
-            return _refusal(ErrorInfo("invalid_request", message, "role"))
-        try:
-            left = await switch(role)
-        except TriptychError as error:
-            return _refusal(error.info)
-        return drain_answer(left, waited=False)
+            raise TriptychError("invalid_request", message, "role") from error
+        return drain_answer(await switch(role), waited=False)
 
     return Starlette(
         routes=[
@@ -81,7 +73,8 @@ def make_app(
             Route("/debug/handoffs", show_handoffs),
             Route("/drain", begin_drain, methods=["POST"]),
             Route("/switch", begin_switch, methods=["POST"]),
-        ]
+        ],
+        exception_handlers={TriptychError: _refuse},
     )
 
 
@@ -117,8 +110,9 @@ class HttpServer:
         self._socket.close()
 
 
-def _refusal(error: ErrorInfo) -> Response:
-    return JSONResponse({"error": msgspec.to_builtins(error)}, status_code=error.http_status)
+async def _refuse(_: Request, error: Exception) -> Response:
+    assert isinstance(error, TriptychError)
+    return JSONResponse({"error": msgspec.to_builtins(error.info)}, status_code=error.info.http_status)
 
 
 def _verdict(problem: str | None) -> Response:
