@@ -94,7 +94,7 @@ class _CompletionAnswer:
             return pieces.add(entries)
         prompt, known = self.stream.job.prompt_token_ids, self.stream.prompt_logprobs
         known = known if len(known) == len(prompt) else [None] * len(prompt)
-        return joined([pieces.add_prompt(prompt, known), pieces.add(entries)])
+        return joined([pieces.add_prompt(prompt, known, self.echo), pieces.add(entries)])
 
     def choice(self, number: int, index: int, part: Delta | Choice) -> dict[str, Any]:
         """Return a choice, or the next part of one, as JSON. `number` is the prompt's, `index` the sequence's."""

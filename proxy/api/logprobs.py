@@ -70,17 +70,21 @@ class CompletionLogprobs:
         """Return the fields for the next tokens of the choice."""
         return self.add_prompt([entry.token_id for entry in entries], entries)
 
-    def add_prompt(self, token_ids: Sequence[int], entries: Sequence[TokenLogprob | None]) -> dict[str, Any]:
-        """Return the fields for tokens of the prompt, the first of which has no entry."""
+    def add_prompt(
+        self, token_ids: Sequence[int], entries: Sequence[TokenLogprob | None], text: str | None = None
+    ) -> dict[str, Any]:
+        """Return the fields for tokens of a prompt, the first of which has no entry. A start token is not in `text`."""
         offsets = []
         for token_id in token_ids:
             offsets.append(self._offset)
             self._offset += len(self._characters.decode(self.shapes.texts.bytes_of(token_id)))
+        unseen = 0 if text is None else max(0, self._offset - len(text))
+        self._offset -= unseen
         return {
             "tokens": [self.shapes.name(token_id) for token_id in token_ids],
             "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in entries],
             "top_logprobs": [None if entry is None else self._top(entry) for entry in entries],
-            "text_offset": offsets,
+            "text_offset": [max(0, offset - unseen) for offset in offsets],
         }
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:

@@ -82,6 +82,21 @@ async def test_prompts_come_back_as_they_were_processed(serve, translation_model
         assert len(choice["logprobs"]["tokens"]) == 2
 
 
+@pytest.mark.parametrize("decoder_prompt", ["red", [0, 5], None])
+async def test_each_token_of_an_echoed_prompt_stands_where_it_is_said_to(serve, translation_model, decoder_prompt):
+    """The start token is no part of a text that was given, and so at its beginning."""
+    async with serve(translation_model.folder) as rig:
+        body = {"prompt": "x", "decoder_prompt": decoder_prompt, "echo": True, "logprobs": 0}
+        [choice] = (await rig.http.post("/v1/completions", json=body)).json()["choices"]
+        told = choice["logprobs"]
+        spans = zip(told["tokens"], told["text_offset"], [*told["text_offset"][1:], None], strict=True)
+        unseen = 1 if decoder_prompt == "red" else 0
+        assert told["text_offset"][: unseen + 1] == [0] * (unseen + 1)
+        pieces = [(choice["text"][offset:end], token) for token, offset, end in spans]
+        assert all(piece == token for piece, token in pieces[unseen:-1])
+        assert choice["text"][told["text_offset"][-1] :] == "", "the end of the sequence is no text"
+
+
 BAD = (
     ({"prompt": []}, "prompt"),
     ({"prompt": [99_999]}, "prompt"),
