@@ -47,6 +47,11 @@ class DecodePlan(ABC):
             return None
         return num_keys if int(num_blocks(num_keys, self.block_size).max(initial=0)) <= self.max_blocks else None
 
+    def refuse(self, bias: AttentionBias | None) -> None:
+        """Raise ValueError for a bias, which this plan was not made for."""
+        if bias is not None:
+            raise ValueError("a decoder that adds a bias to its attention names the kind in its spec (`biased`)")
+
     def update(self, metadata: AttentionMetadata) -> bool:
         """Fill the buffers for a batch of exactly `num_requests` requests with a query token each.
 

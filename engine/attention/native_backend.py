@@ -81,6 +81,7 @@ class NativeBackend(AttentionBackend):
                 plan.key_ranges[window] = torch.from_numpy(_key_ranges(plan.metadata, window))
             offsets = None if bias is None else _evaluated(plan, bias, query.shape[1], plan.key_ranges[window])
         else:
+            plan.refuse(bias)
             window = window if plan.causal else None
         ranges = plan.key_ranges[window]
         return ops.paged_attention(_dense_heads(query), cache, plan.tables, plan.requests, ranges, scale, offsets)

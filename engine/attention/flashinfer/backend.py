@@ -81,8 +81,7 @@ class FlashInferBackend(AttentionBackend):
         window: int | None = None,
     ) -> torch.Tensor:
         if isinstance(plan, FlashInferDecodePlan):
-            if bias is not None:
-                raise ValueError("a decoder that adds a bias to its attention names the kind in its spec (`biased`)")
+            plan.refuse(bias)
             return plan.run(query, cache, scale, window)
         if isinstance(plan, DecodePlan):
             return self._torch.run(query, cache, plan, scale=scale, bias=bias, window=window)

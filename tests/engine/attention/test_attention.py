@@ -49,6 +49,31 @@ def test_paged_equals_dense(
 
 
 @pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("lens", "masks"),
+    [
+        (
+            [(3, 3), (2, 2), (5, 5)],
+            [["011", "001", "000"], ["01", "00"], ["01111", "00111", "00011", "00001", "00000"]],
+        ),
+        ([(1, 4), (1, 3), (3, 8)], [["0000"], ["000"], ["00000011", "00000001", "00000000"]]),
+        ([(1, 4), (1, 3), (1, 9)], [["0000"], ["000"], ["000000000"]]),
+    ],
+    ids=["step 1", "step 2", "decode"],
+)
+def test_the_steps_of_the_document_have_its_masks(
+    backend: AttentionBackend, dtype: torch.dtype, lens: list[tuple[int, int]], masks: list[list[str]]
+) -> None:
+    """Of "Prepare inputs for model forwarding", 1 for a hidden key: step 1 has its causal mask of 5 x 5 for prompts of
+    3, 2 and 5 tokens, step 2 its rows of 5 x 8 for two decodes and three tokens of a prompt. Decodes see all keys."""
+    paged = Paged(Shape(lens, block_size=2, num_kv_heads=1, group=2, head_dim=64, causal=True), dtype, seed=0)
+    blocks = [torch.tensor([[key == "0" for key in row] for row in rows]) for rows in masks]
+    expected = dense(paged.query, paged.key, paged.value, paged.mask(torch.block_diag(*blocks).bool()))
+    assert_equal(paged.attend(backend), expected, dtype)
+
+
+@pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
 @settings(deadline=None, max_examples=60)
 @given(shapes(head_dims=HEAD_DIMS, max_group=8), DTYPES, SEEDS, WINDOWS, st.sampled_from(sorted(BIASES)))
 def test_biases_masks_and_windows_equal_dense(
@@ -58,6 +83,17 @@ def test_biases_masks_and_windows_equal_dense(
     window = window if shape.causal else None
     expected = dense(paged.query, paged.key, paged.value, paged.mask(paged.allowed(window), bias))
     assert_equal(paged.attend(backend, bias=bias, window=window), expected, dtype, biased=bias is not None)
+
+
+def test_a_recorded_step_refuses_a_bias_that_it_was_not_made_for() -> None:
+    backend = choose_backend(CPU)
+    heads = HeadSpec(num_heads=2, num_kv_heads=2, head_dim=8)
+    plan = backend.make_decode_plan(1, 1, 4, torch.bfloat16, heads, causal=True)
+    if plan is None:
+        pytest.skip("the processor or the compiler cannot run the kernels: no step is recorded")
+    query, cache = torch.zeros(1, 2, 8).bfloat16(), torch.zeros(2, 1, 4, 2, 8).bfloat16()
+    with pytest.raises(ValueError, match=r"names the kind in its spec"):
+        backend.run(query, cache, plan, bias=DistanceBias(2))
 
 
 @pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
