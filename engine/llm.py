@@ -250,7 +250,7 @@ class LLM:
             timestamps=timestamps,
         )
         token_ids, rules = whisper_prompt.build(self.info, self.text, **options)
-        params = SamplingParams(**{"temperature": 0.0, **rules})
+        params = SamplingParams(**{**self._sampling_defaults, "temperature": 0.0, **rules})
         request_id = self.add({"prompt_token_ids": token_ids, "multi_modal_data": {"audio": audio}}, params)
         output = self._run([request_id])[0]
         return replace(output, words=self._words(audio, output, options, params)) if words else output

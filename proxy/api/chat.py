@@ -331,7 +331,7 @@ def _transcribe(
         if used:
             message = f"{name} is not available for a speech model: a clip has one transcript, and no template"
             raise invalid(message, name)
-    sampling = body.sampling(service.text, service.max_model_len, {"temperature": 0.0})
+    sampling = body.sampling(service.text, service.max_model_len, service.sampling_defaults | {"temperature": 0.0})
     texts = [message["content"] for message in template_messages(body.messages, with_media=False)]
     told = whisper_prompt.options(
         service.info,

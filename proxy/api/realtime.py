@@ -361,7 +361,7 @@ class Session:
         try:
             item = await service.intake.of_bytes("audio", out.getvalue(), "audio")
             options = SpeechOptions(wished.language, wished.prompt, rules=rules)
-            sampling = TranscriptionForm().sampling(service.max_model_len)
+            sampling = TranscriptionForm().sampling(service)
             speech = Speech(service, context, tickets, item, sampling, options)
             async with aclosing(speech.deltas()) as deltas:
                 async for _ in deltas:

@@ -226,8 +226,8 @@ class GenerationRequest(StructuredFields, ABC):
             raise _wrong("best_of", f"is {self.width}, fewer than the n={self.num_choices} to return")
         if self.picks_best and self.stream:
             raise _wrong("best_of", "cannot be streamed: which ones are best is known at the end")
-        drawing = likeliest_alone(self._chosen(defaults, "temperature", "top_p", "top_k", "min_p"))
-        return {**drawing, "n": self.width, "top_k": max(0, drawing.get("top_k", 0)), "seed": self.seed}
+        drawing = self._chosen(defaults, "temperature", "top_p", "top_k", "min_p")
+        return {**plain_drawing(drawing), "n": self.width, "seed": self.seed}
 
     def shortened(self, prompt: list[int], longest: int, num_media: int = 0) -> list[int]:
         """Return the last `truncate_prompt_tokens` tokens of a prompt; -1 means as many as leave room for an answer.
@@ -302,9 +302,10 @@ def _token_keys(bias: dict[str, float]) -> dict[int, float]:
     return {int(key): value for key, value in bias.items()}
 
 
-def likeliest_alone(drawing: dict[str, Any]) -> dict[str, Any]:
-    """Return settings of drawing in which a `top_p` of 0, the likeliest token alone, is temperature 0."""
-    return {**drawing, "temperature": 0.0, "top_p": 1.0} if drawing.get("top_p") == 0 else drawing
+def plain_drawing(drawing: dict[str, Any]) -> dict[str, Any]:
+    """Return settings of drawing without a `top_k` of -1, all tokens, or a `top_p` of 0, which is temperature 0."""
+    likeliest = {"temperature": 0.0, "top_p": 1.0} if drawing.get("top_p") == 0 else {}
+    return {**drawing, "top_k": max(0, drawing.get("top_k", 0)), **likeliest}
 
 
 def refuse_sampling(fields: BaseModel) -> None:

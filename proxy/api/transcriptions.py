@@ -19,7 +19,7 @@ from common.text import whisper_prompt
 from common.text.whisper_prompt import Task, language_name
 from common.text.whisper_rules import TEMPERATURES, Rules
 from proxy.api.logprobs import LogprobShapes
-from proxy.api.sampling_fields import Int32, Seed, likeliest_alone, refuse_sampling
+from proxy.api.sampling_fields import Int32, Seed, plain_drawing, refuse_sampling
 from proxy.api.segments import as_srt, as_vtt, of_words
 from proxy.api.speech import Speech, SpeechOptions
 from proxy.media.voice import VoiceOptions
@@ -88,11 +88,11 @@ class TranscriptionForm(BaseModel):
     timestamp_granularities: list[Literal["segment", "word"]] = []
     include: list[Literal["logprobs"]] = []
     stream: bool = False
-    top_p: float = Field(1.0, ge=0, le=1)
-    top_k: int = Field(-1, ge=-1, lt=2**31)
-    min_p: float = Field(0.0, ge=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
     seed: Seed | None = None
-    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -153,14 +153,13 @@ class TranscriptionForm(BaseModel):
         if self.use_beam_search:
             refuse_sampling(self)
 
-    def sampling(self, max_tokens: int) -> SamplingParams:
+    def sampling(self, service: Service) -> SamplingParams:
+        """Return the sampling of a window: fields not given are the model's defaults, but for the temperature."""
+        given = self.model_dump(include={"top_p", "top_k", "min_p", "repetition_penalty"}, exclude_none=True)
         return SamplingParams(
-            **likeliest_alone({"temperature": self.temperature[0], "top_p": self.top_p}),
-            max_tokens=max_tokens,
-            top_k=max(0, self.top_k),
-            min_p=self.min_p,
+            **plain_drawing({**service.sampling_defaults, **given, "temperature": self.temperature[0]}),
+            max_tokens=service.max_model_len,
             seed=self.seed,
-            repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             beam_width=self.best_of if self.use_beam_search else 1,
@@ -207,7 +206,7 @@ async def transcriptions(
         voice=form.voice,
         words=form.has_words,
     )
-    speech = Speech(service, context, tickets, item, form.sampling(service.max_model_len), options)
+    speech = Speech(service, context, tickets, item, form.sampling(service), options)
     async with aclosing(speech.deltas()) as deltas:
         async for delta in deltas:
             if form.stream and delta.text:

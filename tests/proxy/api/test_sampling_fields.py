@@ -13,6 +13,7 @@ from common.errors import ErrorInfo
 from common.messages import Generate
 from common.sampling_params import Grammar, SamplingParams
 from proxy.api.structured import MAX_GRAMMAR_CHARS
+from tests.proxy.sample_media import audio_part, speech
 
 SCHEMA = {"type": "object", "properties": {"colour": {"type": "string"}}}
 CLOSED = Grammar("json_schema", json.dumps({"additionalProperties": False, **SCHEMA}))
@@ -205,3 +206,21 @@ async def test_fields_that_are_not_given_are_those_of_generation_config(serve, t
         assert await sampled(rig, **beams) == off
     async with serve(folder, generation_config="none") as rig:
         assert await sampled(rig) == {**off, "temperature": 1.0, "repetition_penalty": 1.0}
+
+
+async def test_a_recording_is_read_as_generation_config_says_at_temperature_0(serve, whisper_model, tmp_path):
+    folder = shutil.copytree(whisper_model.folder, tmp_path / "plain")
+    recommended = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05}
+    generation = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**generation, **recommended}))
+    expected = {**recommended, "temperature": 0.0}
+    async with serve(folder) as rig:
+        sent = rig.cluster.decoders[0].of
+        for own in ({}, {"temperature": 0.3, "top_p": 0.8, "top_k": 0, "min_p": 0.2, "repetition_penalty": 1.5}):
+            form = {"language": "en", **{name: str(value) for name, value in own.items()}}
+            files = {"file": ("clip.wav", speech(1))}
+            assert (await rig.http.post("/v1/audio/transcriptions", data=form, files=files)).status_code == 200
+            first = sent(Generate)[-1].sampling
+            await rig.chat([audio_part(speech(1))], extra_body={"language": "en", **own})
+            for told in (first, sent(Generate)[-1].sampling):
+                assert {name: getattr(told, name) for name in recommended} == expected | own
