@@ -4,8 +4,9 @@ FlashInfer's attention, computed by a fake, as with PyTorch's."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,16 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from common.families import FAMILIES
 from common.model_info import load_model_info
 from common.text.prompts import encode_tokens, join_media
 from engine import processors
+from engine.attention.flashinfer.served import unserved
 from engine.encoders.attention import CPU_NAME, flash_part, use_flashinfer, use_kernels
-from engine.encoders.qwen_vl import QwenVisionEncoder
+from engine.encoders.qwen_vl import QwenVisionEncoder, VisionAttention
 from engine.models.base import EncoderModel
 from engine.models.registry import load_encoder
 from engine.native import ops as native_ops
+from engine.state.spec import HeadSpec
 from tests import fake_flashinfer, tiny_models
 from tests.engine.attention.paged import assert_equal, dense
+from tests.equality.conftest import MAKERS as FOLDERS
 from tests.fake_flashinfer.dense import Wrapper
 from tests.fake_flashinfer.installed import flashinfer_on_cpu, no_compiler
 from tests.media_files import encoded, noise, sound_file, tone
@@ -57,6 +62,22 @@ def texts_with_pictures() -> list[bytes]:
     return [join_media([florence2.IMAGE_TOKEN_ID, *range(10, 10 + length)], image) for length in (9, 10, 11)]
 
 
+ENCODERS = {
+    "Whisper": ["whisper"],
+    "LLaVA, LLaVA-NeXT (CLIP)": ["llava", "llava_next"],
+    "SmolVLM (SigLIP base)": ["smolvlm"],
+    "Qwen2-Audio": ["qwen2_audio"],
+    "Qwen3-ASR": ["qwen3_asr"],
+    "BART, mBART": ["bart", "mbart"],
+    "Florence-2: BART over image and text": ["florence2"],
+    "Florence-2: DaViT": ["florence2"],
+    "Idefics3, Gemma 3, LLaVA with SigLIP (so400m)": ["idefics3", "gemma3", "llava_siglip"],
+    "Qwen3-VL": ["qwen3_vl"],
+    "Qwen2-VL, Qwen2.5-VL": ["qwen2_vl", "qwen2_5_vl"],
+    "Mllama": ["mllama"],
+    "T5, Flan-T5": ["t5", "flan_t5"],
+}
+"""Rows of the table in docs/how-to/cuda.md, and models that have such encoders."""
 SERVED = (64, 16)
 """Sizes of heads: tiny towers have 16, which the fake computes as well as any."""
 
@@ -116,6 +137,25 @@ def test_encoders_give_the_same_rows_with_a_plan_for_each_kind_of_sequences(
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
+def test_the_page_says_which_encoders_flashinfer_computes(
+    tmp_path: Path,
+) -> None:
+    """Tiny towers have small heads: the page has the published ones."""
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "cuda.md").read_text()
+    table = page.partition("### Encoders by family\n\n")[2].partition("\n\n")[0].splitlines()[2:]
+    rows = [[cell.strip() for cell in row.split("|")[1:4]] for row in table]
+    assert [name for name, _, _ in rows] == [*ENCODERS]
+    with_encoder = {family.name for family in FAMILIES if family.encoder}
+    infos = [load_model_info(str(FOLDERS[one](tmp_path / one))) for one in chain(*ENCODERS.values())]
+    assert {info.family.name for info in infos} == with_encoder
+    for name, head_dim, path in rows:
+        heads = HeadSpec(num_heads=8, num_kv_heads=8, head_dim=int(head_dim))
+        for one in ENCODERS[name]:
+            has_part = flash_part(loaded(tmp_path / one)) is not None
+            expected = "FlashInfer" if has_part and unserved(heads, torch.bfloat16) is None else "PyTorch"
+            assert path == expected, one
+
+
 @pytest.fixture(scope="module")
 def attention(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[..., Any]]:
     """The functions that the layers of loaded encoders call: on a CPU in float32 and in bfloat16 (our kernel where it
@@ -172,6 +212,27 @@ def test_encoder_attention_is_block_diagonal_and_takes_masks_of_each_item(
     with flashinfer_on_cpu((16, 64)):
         got, _ = attend(layer, *shaped, **{"attention_mask": None, "scaling": scale, **told})
     assert_equal(got.flatten(0, 1), dense(*tokens, mask, scale), dtype, biased=kind != "none")
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=5), st.sampled_from([16, 64, 80]), st.integers(0, 2**32 - 1))
+@torch.inference_mode()
+def test_a_vision_tower_attends_within_each_picture_or_window(lengths: list[int], head_dim: int, seed: int) -> None:
+    """They lie end to end; neighbours of one length are computed together."""
+    torch.manual_seed(seed)
+    num_heads, total = 2, sum(lengths)
+    size = num_heads * head_dim
+    config = SimpleNamespace(_attn_implementation="sdpa")
+    theirs = {"qkv": torch.nn.Linear(size, 3 * size), "proj": torch.nn.Identity(), "config": config}
+    module = VisionAttention(SimpleNamespace(**theirs, num_heads=num_heads, head_dim=head_dim))
+    module.num_key_value_groups = 1  # type: ignore[assignment]
+    hidden = torch.randn(total, size)
+    rotation = torch.ones(total, head_dim), torch.zeros(total, head_dim)
+    got = module(hidden, torch.tensor([0, *accumulate(lengths)]), rotation)
+    mask = torch.zeros(1, total, total, dtype=torch.float64)
+    mask.masked_fill_(~torch.block_diag(*(torch.ones(n, n) for n in lengths)).bool(), float("-inf"))
+    query, key, value = module.qkv(hidden).unflatten(-1, (3, num_heads, head_dim)).unbind(1)
+    assert_equal(got.unflatten(-1, (num_heads, head_dim)), dense(query, key, value, mask), torch.float32)
 
 
 @pytest.mark.parametrize("make", [tiny_models.make_qwen2_5_vl, qwen.make_qwen2_vl], ids=["windows", "pictures"])

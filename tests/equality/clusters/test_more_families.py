@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from common.families import FAMILIES
+from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from engine.llm import LLM
 from tests.equality.cases import MAX_TOKENS, Case, CasesOf, FolderOf
@@ -24,6 +26,11 @@ SEARCHES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"extra_body": {"use_beam_search": True}}, {"temperature": 0.0, "beam_width": 2}),
 )
 """Two sampled sequences, and two beams: as a client asks for them, and as `LLM` is asked."""
+
+
+def test_no_family_is_forgotten(folder_of: FolderOf) -> None:
+    tested = {load_model_info(str(folder_of(name))).family.name for name in (*TEXT, *WITH_ENCODER, "whisper")}
+    assert tested == {family.name for family in FAMILIES}
 
 
 @pytest.mark.parametrize("name", [*TEXT, *WITH_ENCODER])

@@ -45,6 +45,7 @@ SETUPS = (
     Setup("signpost", "1e1p1d", {"decode": 8}),
     Setup("signpost", "2e2p2d"),
     Setup("whisper", "1epd"),
+    Setup("whisper", "1e1p1d"),
     Setup("whisper", "2e2p2d", {"prefill": 8}),
     Setup("numerals", "1e1p1d"),
     Setup("florence2", "1epd"),
