@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 FAKE = Path(__file__).parents[2] / "fake_flashinfer"
-FILES = ("decode.py", "prefill.py", "page.py")
+FILES = ("decode.py", "prefill.py", "page.py", "sampling.py")
 USED = {
     "decode.py": ("BatchDecodeWithPagedKVCacheWrapper",),
     "prefill.py": ("BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper"),
     "page.py": ("append_paged_kv_cache",),
+    "sampling.py": ("top_p_renorm_probs",),
 }
 
 

@@ -16,6 +16,7 @@ from engine.sampling.device_draw import draw_on_device, nucleus_by_flashinfer, n
 from engine.sampling.draw import CANDIDATES, draw, uniform
 from engine.sampling.sampler import choose_on_device
 from tests.engine.sampling.sampled import make_sampler, make_sequence
+from tests.fake_flashinfer.installed import flashinfer_on_cpu
 
 LIMITS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -105,12 +106,24 @@ def test_kernels_that_do_not_run_are_done_without() -> None:
     assert unless_it_fails(another, cpu) is another
 
 
+KINDS = ["drawn", "flat", "peaked", "forbidden"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_flashinfers_nucleus_is_the_same(kind: str) -> None:
+    with flashinfer_on_cpu():
+        compare_nuclei(logits_of(kind, 3000))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="needs FlashInfer")
-@pytest.mark.parametrize("kind", ["drawn", "flat", "peaked", "forbidden"])
-def test_flashinfer_finds_the_same_nucleus(kind: str) -> None:
-    logits = logits_of(kind, 3000).cuda()
+@pytest.mark.parametrize("kind", KINDS)
+def test_flashinfers_nucleus_is_the_same_on_a_gpu(kind: str) -> None:
+    compare_nuclei(logits_of(kind, 3000).cuda())
+
+
+def compare_nuclei(logits: torch.Tensor) -> None:
     for limits in LIMITS.values():
         rows = [SamplingParams(**limits)] * len(NUMBERS)
         scores = logits.expand(len(NUMBERS), -1).contiguous()

@@ -1,6 +1,7 @@
 """Input preparation gives the numbers of the document's two worked steps (block size 2, context 12, budget 10)."""
 
 import tracemalloc
+from collections.abc import Callable
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any, cast
@@ -109,9 +110,9 @@ def places(arrays: list[Any]) -> list[tuple[int, int]]:
     return [(array.ctypes.data, array.ctypes.data + array.nbytes) for array in arrays]
 
 
-def test_a_step_allocates_no_array() -> None:
-    """Neither what it returns nor what it computes with: of 8,192 tokens, not one array is made."""
-    count, length = 32, 256
+@pytest.mark.parametrize(("count", "length"), [(32, 256), (1024, 8)], ids=["tokens", "requests"])
+def test_a_step_allocates_no_array(count: int, length: int) -> None:
+    """Neither what it returns nor what it computes with: of 8,192 tokens no array is made, nor of 1,024 requests."""
     buffers = make_buffers(count, length, 2, max_tokens=count * length)
     slots = [acquire_slot(buffers) for _ in range(count)]
     memory = buffers.staging
@@ -119,9 +120,20 @@ def test_a_step_allocates_no_array() -> None:
     start = places([*started, *(flat for _, flat in memory._hosts)])
     tokens, blocks = [[7] * length] * count, [list(range(length // 2))] * count
 
+    def most_bytes(work: Callable[[], Any]) -> tuple[Any, int]:
+        """What `work` returns, and the memory that it took at most; 0 where nothing is traced."""
+        if tracemalloc.is_tracing():
+            tracemalloc.reset_peak()
+        before, _ = tracemalloc.get_traced_memory()
+        done = work()
+        return done, tracemalloc.get_traced_memory()[1] - before
+
     def step(computed: int, num_tokens: int) -> None:
-        buffers.update_all(slots, tokens, blocks, [computed] * count)
-        inputs = buffers.prepare(slots, [num_tokens] * count)
+        scheduled, before = [num_tokens] * count, [computed] * count
+        _, taken = most_bytes(lambda: buffers.update_all(slots, tokens, blocks, before))
+        assert taken < 4 * 8 * count + 4096, "its three lists of requests"
+        inputs, taken = most_bytes(lambda: buffers.prepare(slots, scheduled))
+        assert taken < 4096, "half of an array of 1,024 requests"
         members = [getattr(inputs, member.name) for member in fields(inputs)]
         outside = [one for one in places(members) if not any(a <= one[0] and one[1] <= b for a, b in start)]
         assert not outside
@@ -131,11 +143,8 @@ def test_a_step_allocates_no_array() -> None:
     step(0, length)
     tracemalloc.start()
     try:
-        for computed, num_tokens in ((0, length), (100, 150), (255, 1)):
-            tracemalloc.reset_peak()
-            before, _ = tracemalloc.get_traced_memory()
+        for computed, num_tokens in ((0, length), (length // 3, length // 2), (length - 1, 1)):
             step(computed, num_tokens)
-            assert tracemalloc.get_traced_memory()[1] - before < count * length, "the memory of an eighth of an array"
     finally:
         tracemalloc.stop()
 
