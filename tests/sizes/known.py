@@ -45,16 +45,19 @@ class Known:
     def check_tokens(self, answers: Sequence[Sequence[int]]) -> None:
         """Up to the first token that float32 prefers by no more than errors of rounding: there another is as good."""
         for case, scores, answer in zip(self.cases, self.scores, answers, strict=True):
-            self._agreed(case.expected, scores, answer)
+            print(f"{self._agreed(case.expected, scores, answer)} tokens of {len(case.expected)} before one as good")
 
     def check_all_tokens(self, ask: Callable[[Case, int], Sequence[int]]) -> None:
         """Every token: behind one that is as good `ask`, given a case and a number of tokens, goes on."""
         for case, scores in zip(self.cases, self.scores, strict=True):
-            given = 0
+            given = ties = 0
             while given < len(case.expected):
                 rest = case.expected[given:]
                 asked = replace(case, prompt=[*case.prompt, *case.expected[:given]])
-                given += self._agreed(rest, scores[given:], ask(asked, len(rest))) + 1
+                same = self._agreed(rest, scores[given:], ask(asked, len(rest)))
+                ties += same < len(rest)
+                given += same + 1
+            print(f"{len(case.expected)} tokens, {ties} others as good")
 
     def _agreed(self, expected: Sequence[int], scores: torch.Tensor, answer: Sequence[int]) -> int:
         """Return how many tokens are float32's before one that is as good."""
