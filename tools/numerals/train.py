@@ -3,7 +3,7 @@
     python -m tools.numerals.train common/bundled/numerals
 
 `data.is_held_out` names the numbers and dates never trained. The folder is written every five hundred steps, so that
-a look at the model is possible meanwhile. The card says how the bundled weights were made.
+a look at the model is possible meanwhile. The bundled weights are what this command wrote.
 """
 
 from __future__ import annotations
