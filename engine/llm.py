@@ -242,12 +242,7 @@ class LLM:
         as `whisper_prompt.options` says.
         """
         options = whisper_prompt.options(
-            self.info,
-            self.text,
-            decoder_prompt=decoder_prompt,
-            language=language,
-            prompt=prompt,
-            timestamps=timestamps,
+            self.info, self.text, decoder_prompt=decoder_prompt, language=language, prompt=prompt, timestamps=timestamps
         )
         token_ids, rules = whisper_prompt.build(self.info, self.text, **options)
         params = SamplingParams(**{**self._sampling_defaults, "temperature": 0.0, **rules})

@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -390,13 +389,18 @@ def _load_chat_template(info: ModelInfo, given: str | None) -> tuple[str | None,
     )
     environment.globals["raise_exception"] = _raise_template_error
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # as transformers' filter
+    environment.filters["tojson"] = _to_json
     try:
         return source, environment.from_string(source), specials
     except TemplateSyntaxError as error:
         whose = f"of {info.folder}" if given is None else given if given != source else "given"
         message = f"cannot read the chat template {whose}: line {error.lineno}: {error.message}"
         raise TriptychError("model_not_found", message, "model") from error
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Write a value as transformers' filter does, which takes the options of `json.dumps`."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _raise_template_error(message: str) -> NoReturn:

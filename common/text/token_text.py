@@ -20,7 +20,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._added = {token: added.content for token, added in tokenizer.get_added_tokens_decoder().items()}
+        self.added = {token: added.content for token, added in tokenizer.get_added_tokens_decoder().items()}
         self._decoders = _decoder_types(json.loads(tokenizer.to_str()).get("decoder"))
         self._bytes: dict[int, bytes] = {}
 
@@ -36,8 +36,8 @@ class TokenTexts:
         return self.bytes_of(token_id).decode("utf-8", errors="replace")
 
     def _find_bytes(self, token_id: int) -> bytes:
-        if token_id in self._added:
-            return self._added[token_id].encode()
+        if token_id in self.added:
+            return self.added[token_id].encode()
         token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return b""

@@ -48,7 +48,7 @@ class DecodePlan(ABC):
         return num_keys if int(num_blocks(num_keys, self.block_size).max(initial=0)) <= self.max_blocks else None
 
     def refuse(self, bias: AttentionBias | None) -> None:
-        """Raise ValueError for a bias, which this plan was not made for."""
+        """Raise ValueError for a bias; for plans that compute none."""
         if bias is not None:
             raise ValueError("a decoder that adds a bias to its attention names the kind in its spec (`biased`)")
 

@@ -340,9 +340,6 @@ def _transcribe(
         language=body.language,
         prompt="\n".join(filter(None, texts)) or None,
     )
-    options = SpeechOptions(
-        **told,
-        token_limit=body.max_completion_tokens or body.max_tokens,
-        priority=body.priority or 0,
-    )
+    limit = body.max_completion_tokens or body.max_tokens
+    options = SpeechOptions(**told, token_limit=limit, priority=body.priority or 0)
     return Speech(service, context, tickets, media[0], sampling, options)

@@ -73,18 +73,21 @@ class CompletionLogprobs:
     def add_prompt(
         self, token_ids: Sequence[int], entries: Sequence[TokenLogprob | None], text: str | None = None
     ) -> dict[str, Any]:
-        """Return the fields for tokens of a prompt, the first of which has no entry. A start token is not in `text`."""
+        """Return the fields for tokens of a prompt, the first of which has no entry. The `text` of an echo may lack
+        special tokens around it, and the space before its first word."""
         offsets = []
         for token_id in token_ids:
             offsets.append(self._offset)
-            self._offset += len(self._characters.decode(self.shapes.texts.bytes_of(token_id)))
-        unseen = 0 if text is None else max(0, self._offset - len(text))
-        self._offset -= unseen
+            piece = self._characters.decode(self.shapes.texts.bytes_of(token_id))
+            if text is not None and not text.startswith(piece, self._offset):
+                piece = "" if token_id in self.shapes.texts.added else piece if self._offset else piece.lstrip(" ")
+            self._offset += len(piece)
+        self._offset = self._offset if text is None else len(text)
         return {
             "tokens": [self.shapes.name(token_id) for token_id in token_ids],
             "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in entries],
             "top_logprobs": [None if entry is None else self._top(entry) for entry in entries],
-            "text_offset": [max(0, offset - unseen) for offset in offsets],
+            "text_offset": offsets,
         }
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:

@@ -18,7 +18,7 @@ from engine.attention.flashinfer.wrappers import Workspace, load_flashinfer
 from engine.attention.select import BACKENDS
 from engine.state.spec import HeadSpec
 from tests import fake_flashinfer
-from tests.fake_flashinfer import dense
+from tests.fake_flashinfer import dense, sampling
 
 CPU = torch.device("cpu")
 WORKSPACE_BYTES = 2**20
@@ -63,6 +63,7 @@ def flashinfer_on_cpu(head_dims: Collection[int] = dense.HEAD_DIMS) -> Iterator[
 @contextmanager
 def _installed() -> Iterator[None]:
     """With a small workspace: the fake does not write to it."""
-    modules = mock.patch.dict(sys.modules, {"flashinfer": fake_flashinfer})
+    fakes = {"flashinfer": fake_flashinfer, "flashinfer.sampling": sampling}
+    modules = mock.patch.dict(sys.modules, fakes)
     with modules, mock.patch.object(wrappers, "WORKSPACE_BYTES", WORKSPACE_BYTES):
         yield

@@ -45,7 +45,7 @@ class Known:
     def check_tokens(self, answers: Sequence[Sequence[int]]) -> None:
         """Up to the first token that float32 prefers by no more than errors of rounding: there another is as good."""
         for case, scores, answer in zip(self.cases, self.scores, answers, strict=True):
-            print(f"{self._agreed(case.expected, scores, answer)} tokens of {len(case.expected)} before one as good")
+            print(f"{self._agreed(case.expected, scores, answer)} of {len(case.expected)} tokens before any as good")
 
     def check_all_tokens(self, ask: Callable[[Case, int], Sequence[int]]) -> None:
         """Every token: behind one that is as good `ask`, given a case and a number of tokens, goes on."""

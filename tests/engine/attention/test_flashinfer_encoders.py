@@ -4,7 +4,7 @@ FlashInfer's attention, computed by a fake, as with PyTorch's."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import accumulate, chain
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -63,21 +63,21 @@ def texts_with_pictures() -> list[bytes]:
 
 
 ENCODERS = {
-    "Whisper": ["whisper"],
-    "LLaVA, LLaVA-NeXT (CLIP)": ["llava", "llava_next"],
-    "SmolVLM (SigLIP base)": ["smolvlm"],
-    "Qwen2-Audio": ["qwen2_audio"],
-    "Qwen3-ASR": ["qwen3_asr"],
-    "BART, mBART": ["bart", "mbart"],
-    "Florence-2: BART over image and text": ["florence2"],
-    "Florence-2: DaViT": ["florence2"],
-    "Idefics3, Gemma 3, LLaVA with SigLIP (so400m)": ["idefics3", "gemma3", "llava_siglip"],
-    "Qwen3-VL": ["qwen3_vl"],
-    "Qwen2-VL, Qwen2.5-VL": ["qwen2_vl", "qwen2_5_vl"],
-    "Mllama": ["mllama"],
-    "T5, Flan-T5": ["t5", "flan_t5"],
+    "Whisper": (64, ["whisper"]),
+    "LLaVA, LLaVA-NeXT (CLIP)": (64, ["llava", "llava_next"]),
+    "SmolVLM (SigLIP base)": (64, ["smolvlm"]),
+    "Qwen2-Audio": (64, ["qwen2_audio"]),
+    "Qwen3-ASR": (64, ["qwen3_asr"]),
+    "BART, mBART": (64, ["bart", "mbart"]),
+    "Florence-2: BART over image and text": (64, ["florence2"]),
+    "Florence-2: DaViT": (32, ["florence2"]),
+    "Idefics3, Gemma 3, LLaVA with SigLIP (so400m)": (72, ["idefics3", "gemma3", "llava_siglip"]),
+    "Qwen3-VL": (72, ["qwen3_vl"]),
+    "Qwen2-VL, Qwen2.5-VL": (80, ["qwen2_vl", "qwen2_5_vl"]),
+    "Mllama": (80, ["mllama"]),
+    "T5, Flan-T5": (64, ["t5", "flan_t5"]),
 }
-"""Rows of the table in docs/how-to/cuda.md, and models that have such encoders."""
+"""Rows of the table in docs/how-to/cuda.md: head sizes of published checkpoints, and models that have such encoders."""
 SERVED = (64, 16)
 """Sizes of heads: tiny towers have 16, which the fake computes as well as any."""
 
@@ -137,20 +137,18 @@ def test_encoders_give_the_same_rows_with_a_plan_for_each_kind_of_sequences(
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
-def test_the_page_says_which_encoders_flashinfer_computes(
-    tmp_path: Path,
-) -> None:
+def test_the_page_says_which_encoders_flashinfer_computes(tmp_path: Path) -> None:
     """Tiny towers have small heads: the page has the published ones."""
     page = (Path(__file__).parents[3] / "docs" / "how-to" / "cuda.md").read_text()
     table = page.partition("### Encoders by family\n\n")[2].partition("\n\n")[0].splitlines()[2:]
     rows = [[cell.strip() for cell in row.split("|")[1:4]] for row in table]
-    assert [name for name, _, _ in rows] == [*ENCODERS]
+    assert [(name, int(size)) for name, size, _ in rows] == [(name, size) for name, (size, _) in ENCODERS.items()]
     with_encoder = {family.name for family in FAMILIES if family.encoder}
-    infos = [load_model_info(str(FOLDERS[one](tmp_path / one))) for one in chain(*ENCODERS.values())]
+    infos = [load_model_info(str(FOLDERS[one](tmp_path / one))) for _, names in ENCODERS.values() for one in names]
     assert {info.family.name for info in infos} == with_encoder
     for name, head_dim, path in rows:
         heads = HeadSpec(num_heads=8, num_kv_heads=8, head_dim=int(head_dim))
-        for one in ENCODERS[name]:
+        for one in ENCODERS[name][1]:
             has_part = flash_part(loaded(tmp_path / one)) is not None
             expected = "FlashInfer" if has_part and unserved(heads, torch.bfloat16) is None else "PyTorch"
             assert path == expected, one

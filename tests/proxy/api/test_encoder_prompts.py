@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import openai
 import pytest
 
@@ -82,19 +84,23 @@ async def test_prompts_come_back_as_they_were_processed(serve, translation_model
         assert len(choice["logprobs"]["tokens"]) == 2
 
 
-@pytest.mark.parametrize("decoder_prompt", ["red", [0, 5], None])
-async def test_each_token_of_an_echoed_prompt_stands_where_it_is_said_to(serve, translation_model, decoder_prompt):
-    """The start token is no part of a text that was given, and so at its beginning."""
+@pytest.mark.parametrize("decoder_prompt", [[0, 5], None])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_each_token_of_an_echoed_prompt_stands_where_it_is_said_to(
+    serve, translation_model, decoder_prompt, stream
+):
     async with serve(translation_model.folder) as rig:
-        body = {"prompt": "x", "decoder_prompt": decoder_prompt, "echo": True, "logprobs": 0}
-        [choice] = (await rig.http.post("/v1/completions", json=body)).json()["choices"]
-        told = choice["logprobs"]
-        spans = zip(told["tokens"], told["text_offset"], [*told["text_offset"][1:], None], strict=True)
-        unseen = 1 if decoder_prompt == "red" else 0
-        assert told["text_offset"][: unseen + 1] == [0] * (unseen + 1)
-        pieces = [(choice["text"][offset:end], token) for token, offset, end in spans]
-        assert all(piece == token for piece, token in pieces[unseen:-1])
-        assert choice["text"][told["text_offset"][-1] :] == "", "the end of the sequence is no text"
+        body = {"prompt": "x", "decoder_prompt": decoder_prompt, "echo": True, "logprobs": 0, "stream": stream, "n": 2}
+        response = await rig.http.post("/v1/completions", json=body)
+        chunks = events(response) if stream else [response.json()]
+        for index in (0, 1):
+            parts = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+            text = "".join(part["text"] for part in parts)
+            tokens, offsets = (
+                [one for part in parts for one in part["logprobs"][name]] for name in ("tokens", "text_offset")
+            )
+            assert [text[a:b] for a, b in pairwise(offsets)] == tokens[:-1]
+            assert text[offsets[-1] :] == "", "the end of the sequence is no text"
 
 
 BAD = (

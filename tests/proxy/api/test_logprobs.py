@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from common.messages import Generate, TokenLogprob
 from common.text.token_text import TokenTexts
 from proxy.api.logprobs import CompletionLogprobs, LogprobShapes
 from tests.proxy.streams import events
+from tests.tiny import encdec
 
 TEXT = "a grün sign 🪧"
 
@@ -131,3 +132,33 @@ def test_tokens_of_a_sentencepiece_vocabulary_have_their_spaces_and_bytes():
     texts = TokenTexts(tokenizer)
     assert [texts.bytes_of(token) for token in (1, 2, 3, 4, 99)] == [b" red", b"s", b"\xc3", b"\xbc", b""]
     assert texts.string_of(3) == "\ufffd"
+
+
+def make_metaspace(folder):
+    """A tokenizer of words with a space before each, as SentencePiece has them, and no special tokens."""
+    words = {"▁the": 0, "▁red": 1, "▁é": 2, "▁sign": 3}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="▁the"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize("make", [encdec.make_bart, encdec.make_t5, make_metaspace], ids=["bart", "t5", "metaspace"])
+def test_tokens_that_the_text_of_a_prompt_lacks_move_no_other(tmp_path, make):
+    """A start and an end token stand beside the text, a space before its first word in no echo."""
+    tokenizer = Tokenizer.from_file(str(make(tmp_path) / "tokenizer.json"))
+    prompt = "the red é sign"
+    ids = tokenizer.encode(prompt).ids
+    added = tokenizer.get_added_tokens_decoder().keys()
+    pieces = CompletionLogprobs(LogprobShapes(TokenTexts(tokenizer), 0))
+    told = pieces.add_prompt(ids, [None] * len(ids), prompt)
+    offsets = told["text_offset"]
+    behind = [*offsets[1:], len(prompt)]
+    for token_id, token, begin, end in zip(ids, told["tokens"], offsets, behind, strict=True):
+        if token_id in added:
+            assert begin == end
+        elif "\ufffd" not in token:
+            assert prompt[begin:end] == (token if begin or prompt.startswith(token) else token.lstrip())
+    assert added & set(ids) or make is make_metaspace
+    answer = TokenLogprob(ids[0], -0.5, 1, [])
+    assert pieces.add([answer])["text_offset"] == [len(prompt)]
