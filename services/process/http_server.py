@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from common.config import Settings
-from common.errors import TriptychError
+from common.errors import TriptychError, invalid
 from common.http.auth import Guard, RequireKey
 from common.http.drain import drain_answer, wait_of
 from common.http.server import Server, bind
@@ -61,8 +61,7 @@ def make_app(
         try:
             role = msgspec.json.decode(await request.body(), type=_SwitchRequest).role
         except msgspec.MsgspecError as error:
-            message = f'the body must be {{"role": "ROLE"}}: {error}'
-            raise TriptychError("invalid_request", message, "role") from error
+            raise invalid(f'the body must be {{"role": "ROLE"}}: {error}', "role") from error
         return drain_answer(await switch(role), waited=False)
 
     return Starlette(
