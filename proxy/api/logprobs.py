@@ -80,9 +80,12 @@ class CompletionLogprobs:
             offsets.append(self._offset)
             piece = self._characters.decode(self.shapes.texts.bytes_of(token_id))
             if text is not None and not text.startswith(piece, self._offset):
-                piece = "" if token_id in self.shapes.texts.added else piece if self._offset else piece.lstrip(" ")
+                if token_id in self.shapes.texts.added:
+                    continue
+                piece = piece if self._offset else piece.lstrip(" ")
             self._offset += len(piece)
-        self._offset = self._offset if text is None else len(text)
+        if text is not None:
+            self._offset = len(text)
         return {
             "tokens": [self.shapes.name(token_id) for token_id in token_ids],
             "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in entries],
