@@ -15,6 +15,7 @@ transformers' do (`engine.encoders.attention`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,6 +129,7 @@ class PagedAttentionContext:
     Plans are the backend's: of `plan` for one step, or of `make_decode_plan` for a CUDA graph. `caches[layer]` serves
     self- and cross-attention alike, each counting its own layers: a block belongs to one kind of attention, and its
     number indexes the same tensor. `cross_queries`, where given, keeps the queries of cross-attention by layer.
+    Without `select`, all rows are read.
     """
 
     backend: AttentionBackend
@@ -138,6 +140,7 @@ class PagedAttentionContext:
     after_input: torch.Tensor | None = None
     encoder_rows: EncoderRows | None = None
     cross_queries: dict[int, torch.Tensor] | None = None
+    select: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def has_cross(self) -> bool:
@@ -166,16 +169,14 @@ class PagedAttentionContext:
     def self_attention(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
     ) -> torch.Tensor:
-        """Write this step's keys and values, then attend causally; `options` are those of `AttentionBackend.run`.
-
-        Shapes: [num_tokens, heads, head_dim].
-        """
         cache = self.caches[layer]
         self.backend.write(cache, key, value, self.slot_mapping)
         return self.backend.run(query, cache, self.self_plan, **options)
 
+    def select_read(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.select is None else self.select(x)
+
     def cross_attention(self, layer: int, query: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Attend to the visible encoder keys of each token. Shape: [num_tokens, num_heads, head_dim]."""
         if self.cross_queries is not None:
             self.cross_queries[layer] = query
         return self.backend.run(query, self.caches[layer], self.cross_plan, **options)

@@ -14,27 +14,24 @@ from common.errors import invalid
 from common.telemetry import get_logger
 from engine.attention.backend import AttentionBackend
 from engine.attention.metadata import AttentionMetadata
+from engine.attention.native_backend import NativeBackend
 from engine.attention.split_by_phase import PhasedBackend
+from engine.attention.torch_backend import TorchBackend
 from engine.native.build import KernelsUnavailableError, in_one_line
 from engine.state.spec import HeadSpec
 
 Phase = Literal["prefill", "decode"]
 PHASES: Final[tuple[Phase, ...]] = ("prefill", "decode")
 _SMALL_HEADS: Final = HeadSpec(num_heads=1, num_kv_heads=1, head_dim=64)
-
 _TRIAL_BLOCK: Final = 16
 
 log = get_logger()
 
 
-class BackendUnavailableError(Exception):
-    """A fitting backend cannot run here; the message names the missing compiler or package."""
-
-
 @dataclass(frozen=True)
 class BackendEntry:
     """A backend and the calls served. `make`, given a device, a dtype and the decoder's heads, raises
-    BackendUnavailableError if the backend cannot run."""
+    KernelsUnavailableError if the backend cannot run."""
 
     make: Callable[[torch.device, torch.dtype, HeadSpec], AttentionBackend]
     devices: frozenset[str]
@@ -54,11 +51,11 @@ def _flashinfer_backend(device: torch.device, dtype: torch.dtype, heads: HeadSpe
         backend = FlashInferBackend(device, dtype, heads)
     except ImportError as error:
         reason = f"FlashInfer cannot be imported ({error}); install it with pip install 'triptych[cuda]'"
-        raise BackendUnavailableError(reason) from error
+        raise KernelsUnavailableError(reason) from error
     try:
         try_out(backend, device, dtype, heads)
     except Exception as error:  # of compilers, of a loader or of a driver: what these raise is documented nowhere
-        raise BackendUnavailableError(kernels_missing(error)) from error
+        raise KernelsUnavailableError(kernels_missing(error)) from error
     return backend
 
 
@@ -99,21 +96,6 @@ def kernels_missing(error: Exception) -> str:
     )
 
 
-def _torch_backend(device: torch.device, _dtype: torch.dtype, _heads: HeadSpec) -> AttentionBackend:
-    from engine.attention.torch_backend import TorchBackend
-
-    return TorchBackend(device)
-
-
-def _native_backend(_device: torch.device, _dtype: torch.dtype, _heads: HeadSpec) -> AttentionBackend:
-    from engine.attention.native_backend import NativeBackend
-
-    try:
-        return NativeBackend()
-    except KernelsUnavailableError as error:
-        raise BackendUnavailableError(str(error)) from error
-
-
 BACKENDS: Final[dict[str, BackendEntry]] = {
     "flashinfer": BackendEntry(
         _flashinfer_backend,
@@ -121,14 +103,14 @@ BACKENDS: Final[dict[str, BackendEntry]] = {
         dtypes=frozenset({torch.bfloat16, torch.float16}),
     ),
     "native": BackendEntry(
-        _native_backend,
+        lambda *_: NativeBackend(),
         devices=frozenset({"cpu"}),
         dtypes=frozenset({torch.float32, torch.bfloat16}),
         only_decodes=lambda dtype, heads: dtype == torch.float32 or heads.biased,  # prompts would go token by token
         max_head_dim=256,
     ),
     "torch": BackendEntry(
-        _torch_backend,
+        lambda device, *_: TorchBackend(device),
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
     ),
@@ -170,7 +152,7 @@ def _make_named(name: str, device: torch.device, dtype: torch.dtype, heads: Head
         )
     try:
         return entry.make(device, dtype, heads)
-    except BackendUnavailableError as error:
+    except KernelsUnavailableError as error:
         raise invalid(f"attention backend {name!r}: {error}", "attention_backend") from error
 
 
@@ -194,7 +176,7 @@ def _choose(
                 made[name] = entry.make(device, dtype, heads)
             made[name].is_fallback |= is_fallback
             return made[name]
-        except BackendUnavailableError as error:
+        except KernelsUnavailableError as error:
             is_fallback = True
             log.warning("attention backend not available", backend=name, reason=str(error))
     raise invalid(f"no attention backend serves {dtype} on {device.type}")

@@ -67,11 +67,6 @@ class _Alike:
     rows: slice | torch.Tensor
 
 
-@dataclass(frozen=True)
-class _RaggedPlan:
-    groups: list[_Alike]
-
-
 class TorchBackend(AttentionBackend):
     """Gather blocks and call F.scaled_dot_product_attention. `device` holds the buffers of plans at fixed addresses."""
 
@@ -144,7 +139,7 @@ class TorchBackend(AttentionBackend):
             torch.index_select(cache[side], 0, blocks, out=self._gathered[side][:size].view(shape)) for side in (0, 1)
         ]
 
-    def plan_ragged(self, lengths: Sequence[int]) -> _RaggedPlan:
+    def plan_ragged(self, lengths: Sequence[int]) -> list[_Alike]:
         """Plan `run_ragged` for sequences of the given lengths, laid end to end; called once, used by every layer.
 
         Those of one length are computed together: nearly all windows of an image are.
@@ -152,7 +147,7 @@ class TorchBackend(AttentionBackend):
         starts: dict[int, list[int]] = {}
         for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
             starts.setdefault(length, []).append(start)
-        return _RaggedPlan([self._alike(length, firsts) for length, firsts in starts.items()])
+        return [self._alike(length, firsts) for length, firsts in starts.items()]
 
     def _alike(self, length: int, starts: list[int]) -> _Alike:
         count = len(starts)
@@ -166,7 +161,7 @@ class TorchBackend(AttentionBackend):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        plan: _RaggedPlan,
+        plan: list[_Alike],
         *,
         scale: float | None = None,
     ) -> torch.Tensor:
@@ -175,7 +170,7 @@ class TorchBackend(AttentionBackend):
         query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim] -> as query.
         """
         out = torch.empty_like(query)
-        for alike in plan.groups:
+        for alike in plan:
             shape = (alike.count, alike.length)
             queries, keys, values = (
                 x[alike.rows].view(*shape, *x.shape[1:]).transpose(1, 2) for x in (query, key, value)
@@ -183,7 +178,7 @@ class TorchBackend(AttentionBackend):
             gqa = query.shape[1] != key.shape[1]
             attended = F.scaled_dot_product_attention(queries, keys, values, scale=scale, enable_gqa=gqa)
             attended = attended.transpose(1, 2).flatten(0, 1)
-            if len(plan.groups) == 1:
+            if len(plan) == 1:
                 return attended
             out[alike.rows] = attended
         return out

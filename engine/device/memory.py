@@ -174,7 +174,13 @@ def size_decoder(
     if kv_cache is None:
         kv_cache = min(int(left / (1 + needs.decode_share)), needs.all_requests)
         if kv_cache < needs.request:
-            raise _too_little(config, device, weights, budget, step, swap, encoder_cache, needs, beside)
+            taken = {
+                f"a step of {config.max_num_batched_tokens} tokens": step,
+                "the encoder and adapters beside it": beside,
+                "encoder outputs": encoder_cache,
+                "swapping": swap if device.type == "cpu" else 0,
+            }
+            raise _too_little(config, device, weights, budget + beside, taken, needs)
     _check_kv_cache(kv_cache, needs)
     return MemoryReport(weights, step, budget, activation is not None, kv_cache, encoder_cache, swap, given)
 
@@ -201,8 +207,7 @@ def check_encoder_budget(config: EngineConfig, device: torch.device, weights: in
     if smallest > budget:
         message = (
             f"too little memory: this encoder may take {in_words(budget)} beside its weights ({in_words(weights)}); "
-            f"its smallest item needs {in_words(smallest)}. Raise --memory-bytes or --memory-fraction "
-            f"({_share(config, device)} of this {_kind(device)} now)"
+            f"its smallest item needs {in_words(smallest)}. {_remedy(config, device)}"
         )
         raise TriptychError("invalid_request", message, "memory_fraction")
 
@@ -222,37 +227,23 @@ def output_cache_bytes(config: EngineConfig, device: torch.device) -> int:
 
 
 def _too_little(
-    config: EngineConfig,
-    device: torch.device,
-    weights: int,
-    budget: int,
-    step: int,
-    swap: int,
-    encoder_cache: int,
-    needs: DecoderNeeds,
-    beside: int,
+    config: EngineConfig, device: torch.device, weights: int, budget: int, taken: dict[str, int], needs: DecoderNeeds
 ) -> TriptychError:
-    taken = [f"{in_words(step)} for a step of {config.max_num_batched_tokens} tokens"]
-    taken += [f"{in_words(beside)} for the encoder and adapters beside it"] if beside else []
-    taken += [f"{in_words(encoder_cache)} for encoder outputs"] if encoder_cache else []
-    taken += [f"{in_words(swap)} for swapping"] if swap and device.type == "cpu" else []
+    uses = " and ".join(f"{in_words(size)} for {use}" for use, size in taken.items() if size)
     message = (
-        f"too little memory: this worker may take {in_words(budget + beside)} beside its weights "
-        f"({in_words(weights)}); of that {' and '.join(taken)} are taken, and the shortest request needs "
-        f"{in_words(needs.request)} of KV cache. "
-        f"Raise --memory-bytes or --memory-fraction ({_share(config, device)} of this {_kind(device)} now), give "
+        f"too little memory: this worker may take {in_words(budget)} beside its weights "
+        f"({in_words(weights)}); of that {uses} are taken, and the shortest request needs "
+        f"{in_words(needs.request)} of KV cache. {_remedy(config, device)}, give "
         f"--kv-cache-bytes, or lower --max-num-batched-tokens ({config.max_num_batched_tokens} now), --max-num-seqs "
         f"({config.max_num_seqs} now) or --max-model-len"
     )
     return TriptychError("invalid_request", message, "memory_fraction")
 
 
-def _share(config: EngineConfig, device: torch.device) -> float:
-    return config.memory_fraction or DEFAULT_FRACTION[device.type]
-
-
-def _kind(device: torch.device) -> str:
-    return "GPU's memory" if device.type == "cuda" else "machine's free memory"
+def _remedy(config: EngineConfig, device: torch.device) -> str:
+    share = config.memory_fraction or DEFAULT_FRACTION[device.type]
+    whole = "GPU's memory" if device.type == "cuda" else "machine's free memory"
+    return f"Raise --memory-bytes or --memory-fraction ({share} of this {whole} now)"
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

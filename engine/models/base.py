@@ -53,6 +53,13 @@ class AttentionContext(Protocol):
         the last `window` tokens, itself included.
         """
 
+    def select_read(self, x: Tensor) -> Tensor:
+        """Return the rows of x [num_tokens, ...] whose hidden states are read: of tokens to sample behind.
+
+        A decoder may go on with these alone behind the attention of its last layer. Of the others only keys and values
+        have a use.
+        """
+
     def cross_attention(
         self, layer: int, query: Tensor, *, scale: float | None = None, bias: AttentionBias | None = None
     ) -> Tensor:
@@ -134,7 +141,7 @@ class DecoderModel(nn.Module, ABC):
         """Hidden states after the final norm.
 
         embeddings [num_tokens, hidden_size], positions int64 [num_tokens] or, with M-RoPE, [3, num_tokens] (time,
-        height, width) -> [num_tokens, hidden_size].
+        height, width) -> [num_tokens, hidden_size], or as many rows as `attention.select_read` has left.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -81,6 +81,7 @@ class Gemma3Layer(nn.Module):
 
     def __init__(self, config: TextConfig, index: int, act: str, scale: float, *, is_local: bool) -> None:
         super().__init__()
+        self.is_last = index == config.num_layers - 1
         self.index, self.scale, self.is_local = index, scale, is_local
         self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         self.head_dim = config.head_dim
@@ -104,7 +105,9 @@ class Gemma3Layer(nn.Module):
         query, key, value = qkv.split(self.heads, dim=1)
         query, key = rotate(self.q_norm(query), *rotation), rotate(self.k_norm(key), *rotation)
         attended = attention.self_attention(self.index, query, key, value, scale=self.scale, window=self.window)
-        output = self.o_proj(attended.reshape(num_tokens, -1))
+        if self.is_last:
+            attended, hidden = attention.select_read(attended), attention.select_read(hidden)
+        output = self.o_proj(attended.reshape(len(attended), -1))
         hidden = hidden + self.post_attention_layernorm(output)
         gate, up = self.gate_up_proj(self.pre_feedforward_layernorm(hidden)).chunk(2, dim=-1)
         normed: Tensor = self.post_feedforward_layernorm(self.down_proj(self.act(gate).mul_(up)))

@@ -48,9 +48,8 @@ def activation(name: str) -> Activation:
 class LayerKernels(Protocol):
     """The kernels that `native.ops` and `native.fused` both have, and describe. Ask `serves_...` first."""
 
-    def serves_norm(self, hidden: Tensor) -> bool: ...
+    def serves_rows(self, x: Tensor) -> bool: ...
     def add_rms_norm(self, hidden: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor: ...
-    def serves_gate(self, gate_up: Tensor) -> bool: ...
     def silu_mul(self, gate_up: Tensor) -> Tensor: ...
     def serves_rotation(self, x: Tensor) -> bool: ...
     def rotate(self, x: Tensor, cosines: Tensor, signed_sines: Tensor) -> None: ...
@@ -122,7 +121,7 @@ class RMSNorm(nn.Module):
     def forward(self, hidden: Tensor, added: Tensor | None = None) -> Tensor:
         """Return the norm of hidden + added and leave the sum in `hidden`; None adds nothing."""
         kernels = kernels_for(hidden)
-        served = kernels is not None and kernels.serves_norm(hidden)
+        served = kernels is not None and kernels.serves_rows(hidden)
         if added is not None and not (served and hidden.is_contiguous() and added.is_contiguous()):
             hidden, added = hidden.add_(added), None
         if kernels is not None and served:
@@ -133,7 +132,7 @@ class RMSNorm(nn.Module):
 def silu_mul(gate_up: Tensor) -> Tensor:
     """[m, 2 * n] -> [m, n]: silu of the first half times the second (SwiGLU, Shazeer, 2020)."""
     kernels = kernels_for(gate_up)
-    if kernels is not None and kernels.serves_gate(gate_up):
+    if kernels is not None and kernels.serves_rows(gate_up):
         return kernels.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)

@@ -98,7 +98,7 @@ class LlamaLayer(nn.Module):
 
     def __init__(self, config: TextConfig, index: int) -> None:
         super().__init__()
-        self.index = index
+        self.index, self.is_last = index, index == config.num_layers - 1
         self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         self.head_dim = config.head_dim
         self.window = config.windows[index]
@@ -125,6 +125,8 @@ class LlamaLayer(nn.Module):
         query, key = query_key[:, :num_heads], query_key[:, num_heads:]
         value = qkv[:, num_heads + num_kv_heads :]
         attended = attention.self_attention(self.index, query, key, value, window=self.window)
-        output: Tensor = self.o_proj(attended.reshape(num_tokens, -1))
+        if self.is_last:
+            attended, hidden = attention.select_read(attended), attention.select_read(hidden)
+        output: Tensor = self.o_proj(attended.reshape(len(attended), -1))
         normed = self.post_attention_layernorm(output, hidden)
         return self.down_proj(silu_mul(self.gate_up_proj(normed))), output

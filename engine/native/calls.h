@@ -4,12 +4,22 @@
 
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
 #include <functional>
 #include <vector>
 
 using Calls = std::vector<std::function<void()>>;
 
 static thread_local Calls* keeping = nullptr;  // where this library keeps the calls of this thread, or null
+static thread_local const int64_t* most_rows = nullptr;  // of the calls kept from now on, or null: all rows
+
+// A number of rows that is no more than what stands at an address when the call is made.
+struct Rows {
+    int64_t all;
+    const int64_t* most = most_rows;
+    operator int64_t() const { return most ? std::min(all, *most) : all; }
+};
 
 template <typename Work>
 inline void kept(Work work) {
@@ -22,7 +32,10 @@ extern "C" {
 Calls* new_calls() { return new Calls; }
 void free_calls(Calls* calls) { delete calls; }
 int num_calls(const Calls* calls) { return calls->size(); }
-void keep_calls(Calls* calls) { keeping = calls; }  // null: no longer
+void keep_calls(Calls* calls) {  // null: no longer
+    keeping = calls;
+    most_rows = nullptr;
+}
 void replay_calls(const Calls* calls, int first, int last) {
     for (int i = first; i < last; i++) (*calls)[i]();
 }

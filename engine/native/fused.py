@@ -24,9 +24,9 @@ ROTATED_HEADS: Final = 16
 """Columns or heads of a token that one program computes."""
 
 
-def serves_norm(hidden: Tensor) -> bool:
-    """Return whether rows, or heads of wider rows, have contiguous elements."""
-    return hidden.dtype in DTYPES and hidden.stride(-1) == 1 and (hidden.ndim == 3 or hidden.is_contiguous())
+def serves_rows(x: Tensor) -> bool:
+    """Return whether the kernels for norms and activations take rows, or, for norms, heads of wider rows."""
+    return x.dtype in DTYPES and x.stride(-1) == 1 and (x.ndim == 3 or x.is_contiguous())
 
 
 def add_rms_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -58,10 +58,6 @@ def add_rms_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, eps: floa
         num_warps=_warps(triton.next_power_of_2(size)),
     )
     return out
-
-
-def serves_gate(gate_up: Tensor) -> bool:
-    return gate_up.dtype in DTYPES and gate_up.stride(-1) == 1
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -742,7 +742,8 @@ bool has_pairs() { return kHasPairs; }
 // size_n is at least eight, size_k a multiple of four.
 void linear_bf16(const bf16* x, int64_t x_stride, const bf16* w, const bf16* bias, bf16* y, int64_t size_m, int64_t size_n,
                  int64_t size_k) {
-    kept([=] {
+    kept([=, rows = Rows{size_m}] {
+        const int64_t size_m = rows;
         if (size_m <= (tiled(size_n, size_k) ? 1 : kFewRows)) multiply_rows(x, x_stride, w, bias, y, size_m, size_n, size_k);
         else
             for (int64_t m = 0; m < size_m; m += kPackedRows)
@@ -752,7 +753,7 @@ void linear_bf16(const bf16* x, int64_t x_stride, const bf16* w, const bf16* bia
 }
 void linear_f32(const float* x, int64_t x_stride, const float* w, const float* bias, float* y, int64_t size_m, int64_t size_n,
                 int64_t size_k) {
-    kept([=] { multiply_rows(x, x_stride, w, bias, y, size_m, size_n, size_k); });
+    kept([=, rows = Rows{size_m}] { multiply_rows(x, x_stride, w, bias, y, rows, size_n, size_k); });
 }
 
 // Query tokens, each against a range of the keys of its request; an empty range gives zeros. Without a bias, tokens of
@@ -809,10 +810,20 @@ void write_cache(const uint16_t* key, int64_t key_stride, const uint16_t* value,
     });
 }
 
+// Row rows[i] of x [.., width], x_stride between rows, as row i of y [.., width], for the first *num_rows rows. All in
+// units of two bytes. Calls kept behind this one compute no more rows than these.
+void take_rows(const uint16_t* x, int64_t x_stride, const int64_t* rows, const int64_t* num_rows, uint16_t* y, int64_t width) {
+    if (keeping) most_rows = num_rows;
+    kept([=] {
+        for (int64_t row = 0; row < *num_rows; row++) std::copy_n(x + rows[row] * x_stride, width, y + row * width);
+    });
+}
+
 // Adds `added` (null: nothing) to hidden in place, then y = hidden / rms(hidden) * weight. All [num_rows, size].
 void add_rms_norm(bf16* hidden, const bf16* added, const bf16* weight, bf16* y, int64_t num_rows, int64_t size,
                   float eps) {
-    kept([=] {
+    kept([=, rows = Rows{num_rows}] {
+        const int64_t num_rows = rows;
 #pragma omp parallel for schedule(static) if (num_rows >= 16)
         for (int64_t row = 0; row < num_rows; row++) {
             bf16* x = hidden + row * size;
@@ -834,7 +845,8 @@ void add_rms_norm(bf16* hidden, const bf16* added, const bf16* weight, bf16* y, 
 
 // gate_up [num_rows, 2 * size] -> y [num_rows, size] = silu(gate) * up.
 void silu_mul(const bf16* gate_up, bf16* y, int64_t num_rows, int64_t size) {
-    kept([=] {
+    kept([=, rows = Rows{num_rows}] {
+        const int64_t num_rows = rows;
 #pragma omp parallel for schedule(static) if (num_rows >= 4)
         for (int64_t row = 0; row < num_rows; row++)
             for (int64_t i = 0; i < size; i += kLanes) {

@@ -32,6 +32,7 @@ _SIGNATURES: Final = {
     "paged_attention_bf16": [*_ATTENTION, _FLOAT],
     "paged_attention_f32": [*_ATTENTION, _FLOAT],
     "dense_attention_bf16": [*[_POINTER, _STRIDES] * 3, _POINTER, *[_INT] * 6, _FLOAT],
+    "take_rows": [_POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT],
     "write_cache": [_POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _INT],
     "add_rms_norm": [_POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _FLOAT],
     "silu_mul": [_POINTER, _POINTER, _INT, _INT],
@@ -63,7 +64,6 @@ def is_enabled() -> bool:
 
 
 def serves(x: Tensor) -> bool:
-    """Whether the kernels for norms and activations take this."""
     return _enabled and x.dtype == torch.bfloat16 and x.device.type == "cpu" and x.stride(-1) == 1
 
 
@@ -96,8 +96,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
-def serves_norm(hidden: Tensor) -> bool:
-    return serves(hidden) and hidden.is_contiguous()
+def serves_rows(x: Tensor) -> bool:
+    """Whether the kernels for norms and activations take these rows."""
+    return serves(x) and x.is_contiguous()
 
 
 def add_rms_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -107,10 +108,6 @@ def add_rms_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, eps: floa
     rows = hidden.numel() // size
     _library.add_rms_norm(hidden.data_ptr(), other, weight.data_ptr(), out.data_ptr(), rows, size, eps)
     return out
-
-
-def serves_gate(gate_up: Tensor) -> bool:
-    return serves(gate_up) and gate_up.is_contiguous()
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -131,6 +128,17 @@ def rotate(x: Tensor, cosines: Tensor, signed_sines: Tensor) -> None:
     tables = cosines.data_ptr(), signed_sines.data_ptr()
     rotated = _library.rotate_by_bf16 if cosines.dtype == torch.bfloat16 else _library.rotate_by_f32
     rotated(x.data_ptr(), x.stride(0), *tables, num_tokens, num_heads, head_dim)
+
+
+def take_rows(x: Tensor, rows: Tensor, num_rows: Tensor) -> Tensor:
+    """Copy rows `rows` [n] of x [n, ...], dense within a row, to the first num_rows [1] rows of the output, as x.
+
+    Recorded, norms, activations and linear layers behind this compute `num_rows` rows alone; others hold anything.
+    """
+    out, scale = torch.empty(x.shape, dtype=x.dtype), x.element_size() // 2  # the kernel copies units of two bytes
+    places = rows.data_ptr(), num_rows.data_ptr(), out.data_ptr()
+    _library.take_rows(x.data_ptr(), x.stride(0) * scale, *places, x[0].numel() * scale)
+    return out
 
 
 def write_cache(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:

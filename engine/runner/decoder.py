@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
 import torch
@@ -209,6 +210,9 @@ class DecoderRunner:
         hidden, queries = None, dict[int, torch.Tensor]()
         adapted = self.adapters is not None and bool(self.adapters.groups)  # no recording has their products
         if not (wanted.prompts or adapted):
+            read = self.buffers.staging.take(min(len(inputs.input_ids), max(1, len(wanted.last_rows))))
+            read[:] = wanted.last_rows or 0
+            inputs = replace(inputs, read=read)
             hidden = self._replay(step, inputs, blocks, pieces)
         if hidden is None:
             aligns = any(step.sequences[index].sampling.alignment for index, _, _ in wanted.prompts)
@@ -238,12 +242,14 @@ class DecoderRunner:
         queries: dict[int, torch.Tensor] | None,
     ) -> torch.Tensor:
         """Hidden states of any step, kernel by kernel; `queries` get those of cross-attention by layer."""
-        input_ids, positions, slot_mapping, block_table, slots = self.buffers.staging.send(
+        all_read = inputs.read is None or len(inputs.read) == len(inputs.input_ids)
+        input_ids, positions, slot_mapping, block_table, slots, *read = self.buffers.staging.send(
             inputs.input_ids,
             positions_of(step, inputs, uses_mrope=self._uses_mrope),
             inputs.slot_mapping,
             inputs.block_table,
             inputs.request_indices,
+            *(() if all_read else (inputs.read,)),
         )
         if inputs.input_ids.min() < 0:
             input_ids = self.last_tokens.fill(input_ids, slots)
@@ -254,9 +260,10 @@ class DecoderRunner:
         own = self_metadata(step, inputs, blocks, block_table, slot_mapping, whole_inputs=whole_inputs)
         cross = None if self._cross is None else self._cross.metadata(step, inputs, blocks, on_device=True)
         context = PagedAttentionContext.of_step(self.backend, self.caches, own, cross)
-        context = replace(context, encoder_rows=encoder_rows, cross_queries=queries)
+        select = partial(torch.index_select, dim=0, index=read[0]) if read else None
+        context = replace(context, encoder_rows=encoder_rows, cross_queries=queries, select=select)
         hidden: torch.Tensor = self.model(embeddings, positions, context)
-        return hidden
+        return hidden[read[0]] if read and len(hidden) > len(read[0]) else hidden
 
     def align(self, request: Request, parts: ListOf[dict[int, torch.Tensor]], blocks: BlockManager) -> list[int]:
         """Return the first frames of a request's tokens, from the queries of its prompt in `parts`, for `alignment`.

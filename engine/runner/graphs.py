@@ -36,6 +36,7 @@ from engine.attention.backend import AttentionBackend, DecodePlan, PagedAttentio
 from engine.attention.metadata import AttentionMetadata
 from engine.device.recorder import Recorder
 from engine.models.base import DecoderModel
+from engine.native import ops
 from engine.runner.last_tokens import LastTokens
 from engine.runner.step import MergedRows, merge_embeddings
 from engine.state.inputs import Staging, StepInputs, tile_of
@@ -118,7 +119,7 @@ class DecodeGraphs:
         pieces: Sequence[MergedRows] = (),
     ) -> Tensor | None:
         """Return hidden states [n, hidden_size] of a step of n tokens, valid until the next call; None if no recording
-        fits.
+        fits. A model that selects rows leaves those of `inputs.read`.
 
         positions int64 [n], or [3, n] with M-RoPE. `own` and `cross` need no tensors on the device; `cross` is None
         where nobody reads an input. `pieces`, on a CPU alone, are as wide as embeddings.
@@ -128,7 +129,7 @@ class DecodeGraphs:
         if recording is None or not recording.prepare(own, cross):
             return None
         self.num_replays += 1
-        return recording.run(inputs, positions, cross, pieces)[:count]
+        return recording.run(inputs, positions, cross, pieces)
 
 
 class _Recording:
@@ -148,6 +149,7 @@ class _Recording:
         [self._rows] = self._staging.send(self._staging.take(*self._shape))
         hidden_size = parts.model.spec.hidden_size
         self._embeddings = parts.caches[0].new_zeros(size, hidden_size) if parts.backend.calls_kernels else None
+        self._read, self._num_read, self._selects = torch.arange(size), torch.tensor([size]), False
         nothing = _no_requests(causal=False) if cross_plan is not None else None
         if not self.prepare(_no_requests(causal=True), nothing):
             raise ValueError(f"attention backend {parts.backend.name!r} has a plan that does not serve its own padding")
@@ -166,7 +168,7 @@ class _Recording:
     def run(
         self, inputs: StepInputs, positions: IntArray, cross: AttentionMetadata | None, pieces: Sequence[MergedRows]
     ) -> Tensor:
-        """Return [size, hidden_size]. Call `prepare` for the same step first."""
+        """Return the rows of the step, or those that the model has selected. Call `prepare` for the same step first."""
         self._staging.begin()
         rows, count = self._staging.take(*self._shape), len(inputs.input_ids)
         rows[:] = 0
@@ -179,7 +181,15 @@ class _Recording:
         self._staging.send(rows)
         if self._embeddings is not None:
             merge_embeddings(self._embeddings.copy_(self._embed()), pieces, self._embeddings.dtype)
-        return self._replay()
+        if self._selects:
+            read = np.arange(count) if inputs.read is None else inputs.read
+            self._num_read[0] = count = len(read)
+            self._read.numpy()[:count] = read
+        return self._replay()[:count]
+
+    def _select(self, x: Tensor) -> Tensor:
+        self._selects = True
+        return ops.take_rows(x, self._read, self._num_read)
 
     def _embed(self) -> Tensor:
         input_ids, slots = self._rows[:2]
@@ -196,6 +206,7 @@ class _Recording:
             self._self_plan,
             self._cross_plan,
             self._rows[self._end].bool() if self._tells_inputs else None,
+            select=None if self._embeddings is None else self._select,
         )
         embeddings = self._embed() if self._embeddings is None else self._embeddings
         hidden: Tensor = parts.model(embeddings, positions, context)

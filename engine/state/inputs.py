@@ -108,7 +108,8 @@ class StepInputs:
     """Arrays of a step; token-level arrays have an entry per scheduled token, in request order.
 
     All are views of memory made at start, valid until the next step is prepared. `axes` [3, num_tokens] is room for the
-    positions of M-RoPE; `num_tokens` are those of each request.
+    positions of M-RoPE; `num_tokens` are those of each request. `read` are the rows whose hidden states have a use, at
+    least one, each after the one before; None for all.
     """
 
     request_indices: IntArray
@@ -125,6 +126,7 @@ class StepInputs:
     num_tokens: IntArray
     block_table: IntArray
     axes: IntArray
+    read: IntArray | None = None
 
     @property
     def num_requests(self) -> int:

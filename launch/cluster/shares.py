@@ -29,13 +29,8 @@ if TYPE_CHECKING:
     from common.config import EngineConfig
     from common.model_info import ModelInfo
 
-_THREAD_SHARE: Final[dict[Role, int]] = {
-    "encoder": 1,
-    "prefill": 2,
-    "decode": 2,
-    "prefill_decode": 2,
-    "encode_prefill_decode": 3,
-}
+_DECODERS: Final[tuple[Role, ...]] = ("prefill", "decode", "prefill_decode")
+_THREAD_SHARE: Final[dict[Role, int]] = {"encoder": 1, **dict.fromkeys(_DECODERS, 2), "encode_prefill_decode": 3}
 CPU_FRACTION: Final = 0.5
 """Share of the free memory for all workers together."""
 _DECODER_SHARE: Final[dict[Role, int]] = {"prefill": 2, "decode": 3, "prefill_decode": 3, "encode_prefill_decode": 4}

@@ -18,6 +18,7 @@ from engine.attention.backend import AttentionBackend, PagedAttentionContext
 from engine.attention.select import BACKENDS, choose_backend
 from engine.attention.split_by_phase import PhasedBackend
 from engine.attention.torch_backend import TorchBackend
+from engine.native.build import KernelsUnavailableError
 from engine.state.spec import HeadSpec
 from tests.engine.attention.paged import BIASES, DistanceBias, Paged, Shape, assert_equal, dense, shapes
 
@@ -193,7 +194,7 @@ def test_a_named_backend_serves_both_phases() -> None:
 
 def test_phases_may_differ_and_what_cannot_run_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: object) -> AttentionBackend:
-        raise select.BackendUnavailableError("no compiler")
+        raise KernelsUnavailableError("no compiler")
 
     cpu, half = frozenset({"cpu"}), frozenset({torch.bfloat16})
     entries = {

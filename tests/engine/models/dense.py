@@ -52,6 +52,9 @@ class DenseAttention:
         hidden = (behind < 0) if window is None else (behind < 0) | (behind >= window)
         return _attend(query, key, value, scale, mask.masked_fill(hidden, float("-inf")).to(query.dtype))
 
+    def select_read(self, x: Tensor) -> Tensor:
+        return x
+
     def cross_attention(
         self, layer: int, query: Tensor, *, scale: float | None = None, bias: AttentionBias | None = None
     ) -> Tensor:

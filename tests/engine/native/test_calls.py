@@ -124,6 +124,37 @@ def test_new_inputs_in_the_same_place_give_new_outputs() -> None:
         assert torch.equal(replay(), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@torch.inference_mode()
+def test_behind_a_selection_rows_that_are_not_read_are_left_as_they_are(dtype: torch.dtype) -> None:
+    ops.enable()
+    weight, scale, x = torch.randn(16, 32).to(dtype), torch.randn(16).to(dtype), torch.randn(6, 4, 8).to(dtype)
+    rows, num_rows = torch.arange(6), torch.tensor([6])
+    outputs: list[Tensor] = []
+
+    def work() -> Tensor:
+        taken = ops.take_rows(x, rows, num_rows)
+        outputs[:] = [taken, ops.linear(taken.view(6, 32), weight)]
+        if dtype == torch.bfloat16:
+            outputs.append(ops.add_rms_norm(outputs[-1], outputs[-1].clone(), scale, 1e-5))
+            outputs.append(ops.silu_mul(outputs[-1]))
+        return outputs[-1]
+
+    replay = CallRecorder().record(work)
+    recorded = [*outputs]
+    for chosen in ([4], [1, 2, 5], [0, 1, 2, 3, 4, 5], [3, 5]):
+        x.copy_(torch.randn(6, 4, 8))
+        rows[: len(chosen)], num_rows[0] = torch.tensor(chosen), len(chosen)
+        for one in recorded:
+            one.fill_(7)
+        replay()
+        work()
+        for got, expected in zip(recorded, outputs, strict=True):
+            assert torch.equal(got[: len(chosen)], expected[: len(chosen)])
+            assert (got[len(chosen) :] == 7).all()
+        assert torch.equal(recorded[0][: len(chosen)], x[chosen])
+
+
 @torch.inference_mode()
 def test_smaller_recordings_use_the_memory_of_the_first() -> None:
     recorder, sizes = CallRecorder(), []
