@@ -123,15 +123,18 @@ inline Floats load_part(const float* from, Mask mask) { return load(from, mask);
 inline Pairs load_part(const bf16* from, PairMask mask) { return load_pairs(from, mask); }
 
 // kRows rows of x against kColumns rows of w. Meanwhile the next kColumns rows of w are called for, line by line as they
-// lie in memory: so the processor's own prefetcher joins in.
+// lie in memory: so the processor's own prefetcher joins in. More than a few would wait for room in the first cache.
 template <typename T, int kRows>
 inline void linear_tile(const T* x, int64_t x_stride, const T* w, const T* bias, T* y, int64_t y_stride, int64_t size_k) {
     constexpr int kElements = 4 * kLanes / sizeof(T), kLine = 64 / sizeof(T);
+    const bool few = kColumns * size_k * int64_t(sizeof(T)) <= kFewBytes;
     Floats sums[kRows][kColumns] = {};
     for (int64_t k = 0; k < size_k; k += kElements) {
         const auto there = part_lanes(x, size_k - k);
-        for (int i = 0; i < kColumns * kElements / kLine; i++)
-            _mm_prefetch(w + kColumns * (size_k + k) + kLine * i, _MM_HINT_T0);
+        for (int i = 0; i < kColumns * kElements / kLine; i++) {
+            const T* ahead = w + kColumns * (size_k + k) + kLine * i;
+            few ? _mm_prefetch(ahead, _MM_HINT_T0) : _mm_prefetch(ahead, _MM_HINT_T1);
+        }
         decltype(load_part(x, there)) rows[kRows];
 #pragma GCC unroll 8
         for (int m = 0; m < kRows; m++) rows[m] = load_part(x + m * x_stride + k, there);

@@ -26,6 +26,7 @@ inline float to_float(bf16 value) {
 constexpr bool kHasPairs = true;  // products of pairs are instructions
 constexpr int kLanes = 16;        // floats in a vector
 constexpr int kColumns = 8;       // rows of w at a time
+constexpr int kFewBytes = 0;      // of kColumns rows of w, that are called into the first cache; more into the second
 constexpr int kRowsAtOnce = 3;    // rows of x at a time, as they are; 3 x 8 sums
 constexpr int kFewRows = 12;      // at most so many are multiplied as they are, more are packed (with tiles from 2 on)
 constexpr int kBlocksAtOnce = 3;  // vectors of packed rows of x; 8 x 3 sums
@@ -154,7 +155,7 @@ inline void store_rows(const Floats (&sums)[kColumns], bf16* y, int64_t stride, 
 #else
 
 constexpr bool kHasPairs = false;
-constexpr int kLanes = 8, kColumns = 4, kRowsAtOnce = 2, kFewRows = 8, kBlocksAtOnce = 2;
+constexpr int kLanes = 8, kColumns = 4, kFewBytes = 6144, kRowsAtOnce = 2, kFewRows = 8, kBlocksAtOnce = 2;
 constexpr int kHeadsAtOnce = 2, kQueries = 4, kWide = 2;
 
 using Floats = __m256;
