@@ -56,8 +56,8 @@ class AttentionContext(Protocol):
     def select_read(self, x: Tensor) -> Tensor:
         """Return the rows of x [num_tokens, ...] whose hidden states are read: of tokens to sample behind.
 
-        A decoder may go on with these alone behind the attention of its last layer. Of the others only keys and values
-        have a use.
+        A decoder may go on with these alone behind the attention of its last layer, row by row. Of the others only keys
+        and values have a use. In a recorded step the rows that are read come first, and anything behind them.
         """
 
     def cross_attention(

@@ -27,7 +27,7 @@ class Qwen3VLDecoder(LlamaDecoder):
 
     def __init__(self, info: ModelInfo, num_deepstack: int) -> None:
         config = read_text_config(info)
-        if num_deepstack > config.num_layers:
+        if num_deepstack >= config.num_layers:  # behind the last layer not all rows are there
             raise ValueError(f"{num_deepstack} deep-stacked outputs for a decoder of {config.num_layers} layers")
         super().__init__(config, max_model_len=info.max_model_len, layout=MULTIMODAL_LAYOUT)
         self.num_deepstack = num_deepstack

@@ -4,7 +4,6 @@
 
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <vector>
@@ -12,13 +11,15 @@
 using Calls = std::vector<std::function<void()>>;
 
 static thread_local Calls* keeping = nullptr;  // where this library keeps the calls of this thread, or null
-static thread_local const int64_t* most_rows = nullptr;  // of the calls kept from now on, or null: all rows
+static thread_local const int64_t* most_tokens = nullptr;  // of the calls kept from now on, or null: all
+static thread_local int64_t all_tokens = 1;
 
-// A number of rows that is no more than what stands at an address when the call is made.
+// The rows of a kernel, of all tokens, or of as many as stand at `most` when the call is made.
 struct Rows {
     int64_t all;
-    const int64_t* most = most_rows;
-    operator int64_t() const { return most ? std::min(all, *most) : all; }
+    const int64_t* most = most_tokens;
+    int64_t tokens = all_tokens;
+    operator int64_t() const { return most ? all / tokens * *most : all; }
 };
 
 template <typename Work>
@@ -34,7 +35,7 @@ void free_calls(Calls* calls) { delete calls; }
 int num_calls(const Calls* calls) { return calls->size(); }
 void keep_calls(Calls* calls) {  // null: no longer
     keeping = calls;
-    most_rows = nullptr;
+    most_tokens = nullptr;
 }
 void replay_calls(const Calls* calls, int first, int last) {
     for (int i = first; i < last; i++) (*calls)[i]();

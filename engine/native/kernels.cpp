@@ -813,10 +813,14 @@ void write_cache(const uint16_t* key, int64_t key_stride, const uint16_t* value,
     });
 }
 
-// Row rows[i] of x [.., width], x_stride between rows, as row i of y [.., width], for the first *num_rows rows. All in
-// units of two bytes. Calls kept behind this one compute no more rows than these.
-void take_rows(const uint16_t* x, int64_t x_stride, const int64_t* rows, const int64_t* num_rows, uint16_t* y, int64_t width) {
-    if (keeping) most_rows = num_rows;
+// Row rows[i] of x [num_tokens, width], x_stride between rows, as row i of y, for the first *num_rows rows. All in units of
+// two bytes. Calls kept behind this one compute the rows of so many tokens.
+void take_rows(const uint16_t* x, int64_t x_stride, const int64_t* rows, const int64_t* num_rows, uint16_t* y,
+               int64_t num_tokens, int64_t width) {
+    if (keeping) {
+        most_tokens = num_rows;
+        all_tokens = num_tokens;
+    }
     kept([=] {
         for (int64_t row = 0; row < *num_rows; row++) std::copy_n(x + rows[row] * x_stride, width, y + row * width);
     });

@@ -32,7 +32,7 @@ _SIGNATURES: Final = {
     "paged_attention_bf16": [*_ATTENTION, _FLOAT],
     "paged_attention_f32": [*_ATTENTION, _FLOAT],
     "dense_attention_bf16": [*[_POINTER, _STRIDES] * 3, _POINTER, *[_INT] * 6, _FLOAT],
-    "take_rows": [_POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT],
+    "take_rows": [_POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT],
     "write_cache": [_POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _INT],
     "add_rms_norm": [_POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _FLOAT],
     "silu_mul": [_POINTER, _POINTER, _INT, _INT],
@@ -133,11 +133,11 @@ def rotate(x: Tensor, cosines: Tensor, signed_sines: Tensor) -> None:
 def take_rows(x: Tensor, rows: Tensor, num_rows: Tensor) -> Tensor:
     """Copy rows `rows` [n] of x [n, ...], dense within a row, to the first num_rows [1] rows of the output, as x.
 
-    Recorded, norms, activations and linear layers behind this compute `num_rows` rows alone; others hold anything.
+    Recorded, norms, activations and linear layers behind this compute these alone, and the rest is anything.
     """
     out, scale = torch.empty(x.shape, dtype=x.dtype), x.element_size() // 2  # the kernel copies units of two bytes
     places = rows.data_ptr(), num_rows.data_ptr(), out.data_ptr()
-    _library.take_rows(x.data_ptr(), x.stride(0) * scale, *places, x[0].numel() * scale)
+    _library.take_rows(x.data_ptr(), x.stride(0) * scale, *places, len(x), x[0].numel() * scale)
     return out
 
 

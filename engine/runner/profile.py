@@ -198,7 +198,7 @@ class _StepProfile:
             "profile",
             [0] * length,
             slots,
-            sampling=msgspec.structs.replace(_FILTERS, adapter=self.adapter),
+            sampling=msgspec.structs.replace(_FILTERS, adapter=self.adapter, prompt_logprobs=1),  # all rows are read
             arrival=0,
             is_encoder_decoder=info.is_encoder_decoder,
             cross_attention=info.has_cross_attention,

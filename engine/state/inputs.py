@@ -187,7 +187,7 @@ class InputBuffers:
         self._is_behind = np.zeros((2, max_num_seqs), np.bool_)
         self._by_token = np.zeros((4, max_tokens), np.int64)
         self._arange = np.arange(max_tokens)
-        num_sent = 7 * max_num_seqs + 1 + 7 * max_tokens + self.block_table.size
+        num_sent = 8 * max_num_seqs + 1 + 7 * max_tokens + self.block_table.size
         self.staging = Staging(device, num_sent)
 
     def acquire_slots(self, sequences: ListOf[Sequence]) -> None:

@@ -128,7 +128,7 @@ def test_new_inputs_in_the_same_place_give_new_outputs() -> None:
 @torch.inference_mode()
 def test_behind_a_selection_rows_that_are_not_read_are_left_as_they_are(dtype: torch.dtype) -> None:
     ops.enable()
-    weight, scale, x = torch.randn(16, 32).to(dtype), torch.randn(16).to(dtype), torch.randn(6, 4, 8).to(dtype)
+    weight, scale, x = torch.randn(18, 32).to(dtype), torch.randn(6).to(dtype), torch.randn(6, 4, 8).to(dtype)
     rows, num_rows = torch.arange(6), torch.tensor([6])
     outputs: list[Tensor] = []
 
@@ -136,8 +136,9 @@ def test_behind_a_selection_rows_that_are_not_read_are_left_as_they_are(dtype: t
         taken = ops.take_rows(x, rows, num_rows)
         outputs[:] = [taken, ops.linear(taken.view(6, 32), weight)]
         if dtype == torch.bfloat16:
-            outputs.append(ops.add_rms_norm(outputs[-1], outputs[-1].clone(), scale, 1e-5))
-            outputs.append(ops.silu_mul(outputs[-1]))
+            heads = outputs[-1].view(6, 3, 6)
+            outputs.append(ops.add_rms_norm(heads, heads.clone(), scale, 1e-5))
+            outputs.append(ops.silu_mul(outputs[-1].view(6, 18)))
         return outputs[-1]
 
     replay = CallRecorder().record(work)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from common.messages import Tokens
 from common.model_info import ModelInfo, load_model_info
 from engine.core.decoder_engine import DecoderEngine
 from tests.engine.driving import Driver, Job, greedy, make_engine, text, text_tokens
@@ -53,9 +54,9 @@ def test_the_last_layer_computes_the_rows_that_are_read(info: ModelInfo) -> None
     for name, layer in (("first", layers[0]), ("last", layers[-1])):
         layer.o_proj.register_forward_pre_hook(lambda _, inputs, name=name: computed[name].append(len(inputs[0])))
     answers(engine, jobs_of(info))
-    assert max(computed["first"]) >= BUDGET
     assert max(computed["last"]) <= 3, "a row for each prompt that ends in the step, and for each decode"
-    assert 1 in computed["last"], "a part of a prompt that nothing is sampled behind"
+    steps = zip(computed["first"], computed["last"], strict=True)
+    assert (BUDGET, 1) in steps, "the first part of a prompt, which nothing is sampled behind"
 
 
 def test_tokens_are_those_of_a_whole_last_layer(info: ModelInfo) -> None:
@@ -68,11 +69,13 @@ def test_log_probabilities_of_a_prompt_are_of_all_its_rows(tiny_llama: ModelInfo
     job = text("asked", 40, greedy(3, logprobs=1, prompt_logprobs=1))
     whole = engine_of(tiny_llama)
     last_layer(whole).is_last = False
-    ends = []
+    told = []
     for engine in (engine_of(tiny_llama), whole):
         driver = Driver(engine)
         for one in (job, text("beside", 30, greedy(5))):
             driver.add(one)
         driver.finish()
-        ends.append(driver.tokens)
-    assert ends[0] == ends[1]
+        messages = [event for event in driver.events if isinstance(event, Tokens)]
+        told.append([one.logprob for event in messages for one in event.prompt_logprobs if one is not None])
+    assert len(told[0]) == 39
+    assert told[0] == pytest.approx(told[1], abs=1e-4)
