@@ -242,7 +242,7 @@ class DecoderRunner:
         queries: dict[int, torch.Tensor] | None,
     ) -> torch.Tensor:
         """Hidden states of any step, kernel by kernel; `queries` get those of cross-attention by layer."""
-        all_read = inputs.read is None or len(inputs.read) == len(inputs.input_ids)
+        all_read = len(inputs.read) == len(inputs.input_ids)
         input_ids, positions, slot_mapping, block_table, slots, *read = self.buffers.staging.send(
             inputs.input_ids,
             positions_of(step, inputs, uses_mrope=self._uses_mrope),

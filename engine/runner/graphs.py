@@ -182,9 +182,8 @@ class _Recording:
         if self._embeddings is not None:
             merge_embeddings(self._embeddings.copy_(self._embed()), pieces, self._embeddings.dtype)
         if self._selects:
-            read = np.arange(count) if inputs.read is None else inputs.read
-            self._num_read[0] = count = len(read)
-            self._read.numpy()[:count] = read
+            self._num_read[0] = count = len(inputs.read)
+            self._read.numpy()[:count] = inputs.read
         return self._replay()[:count]
 
     def _select(self, x: Tensor) -> Tensor:

@@ -108,8 +108,8 @@ class StepInputs:
     """Arrays of a step; token-level arrays have an entry per scheduled token, in request order.
 
     All are views of memory made at start, valid until the next step is prepared. `axes` [3, num_tokens] is room for the
-    positions of M-RoPE; `num_tokens` are those of each request. `read` are the rows whose hidden states have a use, at
-    least one, each after the one before; None for all.
+    positions of M-RoPE; `num_tokens` are those of each request. `read` are the rows whose hidden states have a use, in
+    order and at least one: all, until the runner knows better.
     """
 
     request_indices: IntArray
@@ -126,7 +126,7 @@ class StepInputs:
     num_tokens: IntArray
     block_table: IntArray
     axes: IntArray
-    read: IntArray | None = None
+    read: IntArray
 
     @property
     def num_requests(self) -> int:
@@ -303,6 +303,7 @@ class InputBuffers:
             num_tokens=counts,
             block_table=block_table,
             axes=memory.take(3, total),
+            read=self._arange[:total],
         )
 
 

@@ -29,12 +29,11 @@ if TYPE_CHECKING:
     from common.config import EngineConfig
     from common.model_info import ModelInfo
 
-_DECODERS: Final[tuple[Role, ...]] = ("prefill", "decode", "prefill_decode")
-_THREAD_SHARE: Final[dict[Role, int]] = {"encoder": 1, **dict.fromkeys(_DECODERS, 2), "encode_prefill_decode": 3}
 CPU_FRACTION: Final = 0.5
 """Share of the free memory for all workers together."""
 _DECODER_SHARE: Final[dict[Role, int]] = {"prefill": 2, "decode": 3, "prefill_decode": 3, "encode_prefill_decode": 4}
 """A prefill worker keeps a request only until its keys and values are handed over."""
+_THREAD_SHARE: Final[dict[Role, int]] = {"encoder": 1, **dict.fromkeys(_DECODER_SHARE, 2), "encode_prefill_decode": 3}
 _CPU_SHARE: Final[dict[Role, int]] = {"encoder": 1, **_DECODER_SHARE}
 """A decoder's pools grow with the memory; an encoder needs no more than its largest batch takes."""
 BATCH_BYTES: Final = 2 * 2**30
