@@ -7,16 +7,19 @@ the bundled model is trained, and its choices are further apart than that.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from common.keys import bearer, cluster_token
 from common.model_info import BUNDLED
 from engine.llm import LLM
 from tests.equality.cases import MAX_TOKENS, Case, CasesOf, FolderOf
 from tests.equality.runs import answer_all
-from tests.equality.served import serve
+from tests.equality.served import Served, serve
 from tests.gpu import fast_path
 from tests.gpu.device import DEVICE, needs_gpu
 
@@ -61,4 +64,14 @@ async def check(
         async with served.client() as client:
             answers = [await served.answer(client, case, max_tokens) for case in cases]
         assert [answer.token_ids for answer in answers] == expected
+        way = "cuda+unix" if DEVICE == "cuda" else "shm+unix"
+        assert ways(served) == ({way} if len(served.cluster.instances) > 2 else set())
         await served.wait_until_nothing_is_held()
+
+
+def ways(served: Served) -> set[str]:
+    """The transports by which tensors went from worker to worker."""
+    workers = [one for one in served.cluster.instances.values() if one.role != "proxy"]
+    headers = {"Authorization": bearer(cluster_token(served.cluster.supervisor.plan.settings) or "")}
+    told = [httpx.get(f"{one.http_address}/metrics", headers=headers).raise_for_status().text for one in workers]
+    return set(re.findall(r'^triptych_tensors_sent_total{outcome="([^"]*)"', "".join(told), re.MULTILINE))

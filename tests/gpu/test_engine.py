@@ -14,21 +14,24 @@ import pytest
 from common.sampling_params import SamplingParams
 from engine.llm import LLM
 from tests.equality.cases import MAX_TOKENS, Case, CasesOf, FolderOf
+from tests.equality.conftest import MAKERS
 from tests.equality.runs import answer_all, expected_of
 from tests.gpu import fast_path
+from tests.gpu.conftest import OWN_MAKERS
 from tests.gpu.device import DEVICE, needs_gpu
 
 pytestmark = needs_gpu
 DTYPES = ("bfloat16", "float16")
 FAMILIES = ("llama", "qwen2", "qwen2_5_vl", "mllama", "bart", "whisper", "t5")
 """The last one's self-attention has a bias by position: FlashInfer has none, and PyTorch computes it."""
+ALL = tuple(OWN_MAKERS | MAKERS)
+PRECISE = [*((family, "bfloat16") for family in ALL), *((family, "float16") for family in FAMILIES)]
 MEAN_FACTOR, MAX_FACTOR = 1.5, 3.0
 MARGIN_FACTOR = 4.0
 """Two ways to round may choose different tokens where neither is likelier by more than so many errors of rounding."""
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), PRECISE)
 def test_log_probabilities_stray_no_further_than_a_cpus(
     family: str, dtype: str, folder_of: FolderOf, cases_of: CasesOf
 ) -> None:
@@ -100,8 +103,11 @@ def comparable(cases: Sequence[Case]) -> list[Case]:
 
 def logprobs(llm: LLM, cases: Sequence[Case]) -> npt.NDArray[np.float64]:
     """Of the tokens that float32 answers with, one after the other over all cases, as parts of the prompts."""
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    outputs = llm.generate([fast_path.prompt_of(llm, case, case.expected) for case in cases], params)
+    each = [
+        SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, adapter=case.rules.get("adapter", ""))
+        for case in cases
+    ]
+    outputs = llm.generate([fast_path.prompt_of(llm, case, case.expected) for case in cases], each)
     told = [
         entry.logprob
         for case, output in zip(cases, outputs, strict=True)
