@@ -79,7 +79,10 @@ async def run_turn(
     async def repeat(content: Callable[[], Any], max_tokens: int, outcomes: list[Outcome], every_s: float) -> None:
         due_s = began_s
         while time.perf_counter() < ends_s:
-            outcome = await client.ask(_request(client, model, content(), max_tokens))
+            request = _request(
+                client, model, await asyncio.to_thread(content), max_tokens
+            )  # images of 8k take a second
+            outcome = await client.ask(request)
             if outcome.status != 200:
                 raise typer.BadParameter(f"the server answered {outcome.status}: {outcome.error}")
             outcomes.append(outcome)
