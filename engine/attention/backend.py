@@ -31,20 +31,29 @@ from engine.state.spec import HeadSpec, IntArray
 class DecodePlan(ABC):
     """A plan at fixed addresses for `num_requests` requests with a query token each, as captured by CUDA graphs.
 
+    One that `takes_prompts` serves so many tokens of any requests.
+
     A captured graph replays the same kernels over the same addresses, so what changes from step to step is written
     into buffers that this plan owns. `update`, on the host, comes before the replay; `run` of the backend that made
     the plan is what a graph captures. Layers with another scale or window may ask for more buffers, which must exist
     before the capture: run the step once as it is, then capture it.
     """
 
+    takes_prompts = False
+
     def __init__(self, num_requests: int, max_blocks: int, block_size: int, *, causal: bool) -> None:
         self.num_requests, self.max_blocks, self.block_size, self.causal = num_requests, max_blocks, block_size, causal
 
     def _served_keys(self, metadata: AttentionMetadata) -> IntArray | None:
         """Return the keys of each request, [num_requests]; None if this plan does not serve the batch."""
-        num_keys = common_keys(metadata)
-        single = metadata.query_start_loc == list(range(self.num_requests + 1))
-        if num_keys is None or metadata.causal != self.causal or not single:
+        num_keys, starts = common_keys(metadata), metadata.query_start_loc
+        single = starts == list(range(self.num_requests + 1))
+        any_shape = (
+            self.takes_prompts
+            and starts[-1] == self.num_requests
+            and not (self.causal and metadata.key_ranges is not None)
+        )
+        if num_keys is None or metadata.causal != self.causal or not (single or any_shape):
             return None
         return num_keys if int(num_blocks(num_keys, self.block_size).max(initial=0)) <= self.max_blocks else None
 
@@ -109,9 +118,20 @@ class AttentionBackend(ABC):
         """
 
     def make_decode_plan(
-        self, num_requests: int, max_blocks: int, block_size: int, dtype: torch.dtype, heads: HeadSpec, *, causal: bool
+        self,
+        num_requests: int,
+        max_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        heads: HeadSpec,
+        *,
+        causal: bool,
+        max_requests: int | None = None,
     ) -> DecodePlan | None:
-        """Return a plan at fixed addresses for up to `max_blocks` blocks per request; None if the backend has none."""
+        """Return a plan at fixed addresses for up to `max_blocks` blocks per request; None if the backend has none.
+
+        With `max_requests` it takes prompts: `num_requests` tokens of exactly so many requests, some without tokens.
+        """
         return None
 
     def write(self, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:

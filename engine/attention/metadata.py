@@ -138,8 +138,9 @@ def common_keys(metadata: AttentionMetadata) -> IntArray | None:
     begins, ends = metadata.key_ranges[:, 0], metadata.key_ranges[:, 1]
     seen = np.where(ends > begins, ends, 0)
     starts = np.asarray(metadata.query_start_loc, np.int64)
-    common = seen[starts[:-1]]
-    if begins[seen > 0].any() or (seen != np.repeat(common, np.diff(starts))).any():
+    counts = np.diff(starts)
+    common = np.where(counts > 0, seen.take(starts[:-1], mode="clip"), 0)
+    if begins[seen > 0].any() or (seen != np.repeat(common, counts)).any():
         return None
     return common
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,9 @@ class _NativePlan:
 
 
 class NativeDecodePlan(DecodePlan):
-    """The arrays of `_NativePlan`, rewritten in place, for as many tokens as `num_requests`: prompts, too."""
+    """The arrays of `_NativePlan`, rewritten in place."""
+
+    takes_prompts = True
 
     def __init__(
         self, num_requests: int, max_blocks: int, block_size: int, windows: Iterable[int | None], *, causal: bool
@@ -87,11 +90,11 @@ class NativeBackend(AttentionBackend):
         return ops.paged_attention(_dense_heads(query), cache, plan.tables, plan.requests, ranges, scale, offsets)
 
     def make_decode_plan(
-        self, num_requests: int, max_blocks: int, block_size: int, dtype: torch.dtype, heads: HeadSpec, *, causal: bool
+        self, num_requests: int, max_blocks: int, block_size: int, dtype: torch.dtype, heads: HeadSpec, **options: Any
     ) -> DecodePlan | None:
         if heads.biased:
             return None
-        return NativeDecodePlan(num_requests, max_blocks, block_size, heads.windows, causal=causal)
+        return NativeDecodePlan(num_requests, max_blocks, block_size, heads.windows, causal=options["causal"])
 
     def write(self, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         ops.write_cache(cache, _dense_heads(key), _dense_heads(value), slot_mapping)

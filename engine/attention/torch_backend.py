@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -110,11 +111,11 @@ class TorchBackend(AttentionBackend):
         return out
 
     def make_decode_plan(
-        self, num_requests: int, max_blocks: int, block_size: int, dtype: torch.dtype, heads: HeadSpec, *, causal: bool
+        self, num_requests: int, max_blocks: int, block_size: int, dtype: torch.dtype, heads: HeadSpec, **options: Any
     ) -> DecodePlan | None:
-        if num_requests * max_blocks * block_size > MAX_KEYS:
+        if options.get("max_requests") or num_requests * max_blocks * block_size > MAX_KEYS:
             return None
-        return TorchDecodePlan(num_requests, max_blocks, block_size, self._device, causal=causal)
+        return TorchDecodePlan(num_requests, max_blocks, block_size, self._device, causal=options["causal"])
 
     def _run_batched(
         self,

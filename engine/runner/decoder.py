@@ -104,9 +104,10 @@ class DecoderRunner:
         called = self.backend.calls_kernels and self.dtype == torch.bfloat16
         by_calls = called and self.load_report.parameter_bytes <= MAX_CALLED_BYTES
         self.records_graphs = not config.enforce_eager and (self.device.type == "cuda" or by_calls)
-        self.graph_sizes = graph_sizes(self.device, config.max_num_seqs, config.max_num_batched_tokens)
         # Qwen3-VL's layers get a share of encoder outputs, which no recording has.
-        self._replays_prompts = self.backend.calls_kernels and self.spec.encoder_width == self.spec.hidden_size
+        self._replays_prompts = self.spec.encoder_width == self.spec.hidden_size
+        most = config.max_num_batched_tokens if self._replays_prompts else config.max_num_seqs
+        self.graph_sizes = graph_sizes(self.device, config.max_num_seqs, most)
         self.graphs: DecodeGraphs | None = None
         self._cross: CrossBatch | None = None
         if self.spec.has_cross_attention:

@@ -6,14 +6,14 @@ padded up to the next size, and what changes from step to step stands in buffers
 
     rows        int64 [3 + axes, size]     input ids · slots of LastTokens · slot mapping · positions (M-RoPE: 3 axes)
                 one more for Mllama        whether an input stands at a token or before it
-    embeddings  [size, hidden_size]        where prompts are replayed: encoder outputs take the place of some
+    embeddings  [size, hidden_size]        where the plan takes prompts: encoder outputs take the place of some
     self plan, cross plan                  the backend's (DecodePlan)
 
     batch of 3, size 4     a  b  c  pad    padding: token 0 at position 0, one key in block 0, which is nobody's; of an
                                            input it reads nothing
 
-Plans say which steps they serve: FlashInfer's those of decodes, with a token per request. The native backend of CPUs
-has the same kernels for prompts, and steps with parts of these are replayed, too.
+Plans say which steps they serve. FlashInfer has some for decodes, with a token per request, and others for steps with
+parts of prompts, in sizes above the largest batch of decodes. The native backend of CPUs has one for both.
 
 Where inputs stand in the prompt (Mllama), requests without any share a batch with others, or have one to themselves.
 They read nothing. Their row says that no input is before them, and layers of cross-attention leave them as they are.
@@ -26,7 +26,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -44,8 +45,9 @@ from engine.state.spec import HeadSpec, IntArray
 
 _SMALL_SIZES: Final = (1, 2, 4)
 _SIZE_STEP: Final = 8
+_PROMPT_SIZES: Final = (96, 128, 192, 256, 384, 512, 768, 1024)
 _MAX_CPU_SIZE: Final = 192
-"""Larger steps gain little."""
+"""Steps of more than the last of them, or than this on a CPU, gain little."""
 _POSITIONS: Final = 3
 """Rows before those of the positions."""
 
@@ -68,13 +70,14 @@ class GraphParts:
 
 
 def graph_sizes(device: torch.device, max_num_seqs: int, max_tokens: int) -> list[int]:
-    """Return the numbers of tokens to record: 1, 2, 4, 8, 16, 24 … and the largest possible batch. On a CPU, where
-    padding is work, all of whole tiles."""
+    """Return the numbers of tokens to record: 1, 2, 4, 8, 16, 24 … and the largest possible batch, and above it some
+    for steps with prompts. On a CPU, where padding is work, all of whole tiles."""
     if device.type == "cpu":
         return [size for size in range(1, min(max_tokens, _MAX_CPU_SIZE) + 1) if size % tile_of(size) == 0]
     max_num_seqs = min(max_num_seqs, max_tokens)
     steps = range(_SIZE_STEP, max_num_seqs, _SIZE_STEP)
-    return [*(size for size in (*_SMALL_SIZES, *steps) if size < max_num_seqs), max_num_seqs]
+    decodes = [*(size for size in (*_SMALL_SIZES, *steps) if size < max_num_seqs), max_num_seqs]
+    return decodes + [size for size in _PROMPT_SIZES if max_num_seqs < size <= max_tokens]
 
 
 class UnrecordableError(Exception):
@@ -122,10 +125,12 @@ class DecodeGraphs:
         fits. A model that selects rows leaves those of `inputs.read`.
 
         positions int64 [n], or [3, n] with M-RoPE. `own` and `cross` need no tensors on the device; `cross` is None
-        where nobody reads an input. `pieces`, on a CPU alone, are as wide as embeddings.
+        where nobody reads an input. `pieces` are as wide as embeddings.
         """
         count = len(inputs.input_ids)
-        recording = next((one for one in self._recordings if one.size >= count), None)
+        any_plan = count == own.num_requests and not pieces
+        fitting = (one for one in self._recordings if one.size >= count and (any_plan or one.takes_prompts))
+        recording = next(fitting, None)
         if recording is None or not recording.prepare(own, cross):
             return None
         self.num_replays += 1
@@ -138,7 +143,8 @@ class _Recording:
     def __init__(
         self, parts: GraphParts, size: int, self_plan: DecodePlan, cross_plan: DecodePlan | None, recorder: Recorder
     ) -> None:
-        self.size = size
+        self.size, self.takes_prompts = size, self_plan.takes_prompts
+        self._num_requests = max_requests(parts, size)
         self._parts, self._self_plan, self._cross_plan = parts, self_plan, cross_plan
         self._has_axes = parts.model.spec.mrope_section is not None
         self._tells_inputs = cross_plan is not None and parts.inputs_in_prompt
@@ -148,7 +154,7 @@ class _Recording:
         self._shape = num_rows, size
         [self._rows] = self._staging.send(self._staging.take(*self._shape))
         hidden_size = parts.model.spec.hidden_size
-        self._embeddings = parts.caches[0].new_zeros(size, hidden_size) if parts.backend.calls_kernels else None
+        self._embeddings = parts.caches[0].new_zeros(size, hidden_size) if self.takes_prompts else None
         self._read, self._num_read, self._selects = torch.arange(size), torch.tensor([size]), False
         nothing = _no_requests(causal=False) if cross_plan is not None else None
         if not self.prepare(_no_requests(causal=True), nothing):
@@ -161,9 +167,9 @@ class _Recording:
             cross = _no_requests(causal=False)
         if (cross is None) != (self._cross_plan is None):
             return False
-        if cross is not None and self._cross_plan is not None and not self._cross_plan.update(padded(cross, self.size)):
-            return False
-        return self._self_plan.update(padded(own, self.size))
+        plans = ((self._cross_plan, cross), (self._self_plan, own))
+        fit = partial(padded, size=self.size, num_requests=self._num_requests)
+        return all(plan.update(fit(batch)) for plan, batch in plans if plan is not None and batch is not None)
 
     def run(
         self, inputs: StepInputs, positions: IntArray, cross: AttentionMetadata | None, pieces: Sequence[MergedRows]
@@ -205,7 +211,7 @@ class _Recording:
             self._self_plan,
             self._cross_plan,
             self._rows[self._end].bool() if self._tells_inputs else None,
-            select=None if self._embeddings is None else self._select,
+            select=self._select if parts.backend.calls_kernels else None,
         )
         embeddings = self._embed() if self._embeddings is None else self._embeddings
         hidden: Tensor = parts.model(embeddings, positions, context)
@@ -231,35 +237,49 @@ def _make_plans(parts: GraphParts, size: int) -> tuple[DecodePlan, DecodePlan | 
 
     def make(max_blocks: int, *, causal: bool) -> DecodePlan | None:
         own = replace(heads, biased=("self" if causal else "cross") in spec.biased)
-        return parts.backend.make_decode_plan(size, max_blocks, cache.shape[2], cache.dtype, own, causal=causal)
+        options: dict[str, Any] = {"causal": causal, "max_requests": max_requests(parts, size)}
+        return parts.backend.make_decode_plan(size, max_blocks, cache.shape[2], cache.dtype, own, **options)
 
     own = make(parts.max_blocks, causal=True)
     cross = make(parts.max_cross_blocks, causal=False) if spec.has_cross_attention else None
     return None if own is None or (cross is None and spec.has_cross_attention) else (own, cross)
 
 
-def padded(metadata: AttentionMetadata, size: int) -> AttentionMetadata:
-    """Pad a step to `size` tokens. A padding token has one key, in block 0, or none, as in cross-attention."""
-    num_requests, table, num_tokens = metadata.num_requests, metadata.table, metadata.query_start_loc[-1]
-    if num_tokens == size:
-        return metadata
+def max_requests(parts: GraphParts, size: int) -> int | None:
+    """Return how many requests a plan for prompts has, one for padding among them; None for decodes, and where one plan
+    serves both."""
+    most = len(parts.last_tokens.tokens)
+    return None if parts.backend.calls_kernels or size <= most else most + 1
+
+
+def padded(metadata: AttentionMetadata, size: int, num_requests: int | None = None) -> AttentionMetadata:
+    """Pad a step to `size` tokens, a request each, with one key in block 0, or none, as in cross-attention.
+
+    To `num_requests`: the first one behind those of the step has all padding, the others have no tokens.
+    """
+    there, table, num_tokens = metadata.num_requests, metadata.table, metadata.query_start_loc[-1]
     more = size - num_tokens
+    rest = more if num_requests is None else num_requests - there
+    if not rest:
+        return metadata
     blocks, num_keys = ([0], 1) if metadata.causal else ([], 0)
-    whole = np.zeros((num_requests + more, max(1, table.shape[1])), np.int64)
-    whole[:num_requests, : table.shape[1]] = table
+    starts = [*range(num_tokens + 1, size + 1)] if num_requests is None else [size] * rest
+    lens = [num_keys * max(1, starts[0] - num_tokens), *[num_keys] * (rest - 1)]
+    whole = np.zeros((there + rest, max(1, table.shape[1])), np.int64)
+    whole[:there, : table.shape[1]] = table
     ranges, after, first = metadata.key_ranges, metadata.after_input, metadata.num_computed_tokens
     return replace(
         metadata,
-        query_start_loc=[*metadata.query_start_loc, *range(num_tokens + 1, size + 1)],
-        seq_lens=metadata.seq_lens + [num_keys] * more,
+        query_start_loc=[*metadata.query_start_loc, *starts],
+        seq_lens=metadata.seq_lens + lens,
         block_table=torch.from_numpy(whole),
-        block_lists=metadata.block_lists + [blocks] * more,
+        block_lists=metadata.block_lists + [blocks] * rest,
         slot_mapping=None,
-        num_decodes=metadata.num_decodes + more,
+        num_decodes=metadata.num_decodes + rest,
         key_ranges=None if ranges is None else np.pad(ranges, ((0, more), (0, 0))),
         after_input=None if after is None else np.pad(after, (0, more)),
         host_table=whole,
-        num_computed_tokens=None if first is None else first + [0] * more,
+        num_computed_tokens=None if first is None else first + [0] * rest,
         requests=(),
     )
 

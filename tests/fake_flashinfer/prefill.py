@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.fake_flashinfer.dense import (
+    PLAN_BYTES_PER_REQUEST,
     Refused,
     Wrapper,
     check_indptr,
@@ -35,8 +36,11 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         jit_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(float_workspace_buffer, kv_layout, backend)
-        if use_cuda_graph:
-            raise Refused("the fake knows prefills outside of CUDA graphs alone")
+        buffers = (paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf)
+        if use_cuda_graph and any(buffer is None for buffer in (qo_indptr_buf, *buffers)):
+            raise ValueError("a wrapper for CUDA graphs needs its four buffers")
+        self._fixed = (qo_indptr_buf, *buffers) if use_cuda_graph else None
+        self._num_rows = 0
 
     def plan(
         self,
@@ -84,7 +88,11 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         keys = (paged_kv_indptr.diff() - 1) * page_size + paged_kv_last_page_len
         if causal and (qo_indptr.diff() > keys).any():
             raise Refused("the queries of causal attention are the last ones of the keys")
-        self._pages = tuple(tensor.clone() for tensor in (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len))
+        arrays = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        if self._fixed is None:
+            self._pages = tuple(tensor.clone() for tensor in arrays[1:])
+        else:
+            self._keep(arrays, disable_split_kv)
         self._spec = {
             "page": (page_size, num_kv_heads, head_dim_qk),
             "heads": num_qo_heads,
@@ -96,6 +104,21 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
             "scale": sm_scale,
         }
         Wrapper.num_plans += 1
+
+    def _keep(self, arrays: tuple[Tensor, ...], disable_split_kv: bool) -> None:
+        assert self._fixed is not None
+        num_rows, num_requests = int(arrays[0][-1]), len(arrays[3])
+        if num_requests != len(self._fixed[3]) or len(arrays[2]) > len(self._fixed[2]):
+            raise ValueError("the batch size is fixed, and pages have to fit")
+        if num_requests * PLAN_BYTES_PER_REQUEST > self.int_workspace_bytes:
+            raise Refused("the plan does not fit into the int workspace")
+        if not disable_split_kv:
+            raise Refused("partial results of any lengths would not fit into the workspace")
+        if self._num_rows and num_rows != self._num_rows:
+            raise Refused(f"a graph for {self._num_rows} rows would leave some out, or go on behind {num_rows}")
+        self._num_rows, self._pages = num_rows, self._fixed[1:]
+        for buffer, new in zip(self._fixed, arrays, strict=True):
+            buffer[: len(new)].copy_(new)
 
     def run(
         self,

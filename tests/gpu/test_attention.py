@@ -20,6 +20,7 @@ from engine.attention.metadata import AttentionMetadata
 from engine.attention.select import choose_backend
 from engine.device.choice import DTYPES
 from engine.device.recorder import CudaRecorder
+from engine.runner.graphs import padded
 from engine.state.spec import HeadSpec
 from tests.engine.attention.paged import Paged, Shape, SomeSeen, assert_equal, dense
 from tests.gpu.device import DEVICE, needs_gpu
@@ -112,6 +113,33 @@ def test_a_recorded_plan_at_fixed_addresses_follows_the_batch(case: AttentionCas
         cache.copy_(paged.cache)
         assert plan.update(paged.metadata())
         assert_equal(replay(), paged.expected(window), dtype)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.head_dim != 80 and case.dtype != "float32"], ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["self", "cross"])
+def test_a_recorded_plan_of_prompts_follows_the_batch(case: AttentionCase, causal: bool) -> None:
+    """Behind the tokens of a step stand those of padding, a request of their own, and requests without any."""
+    dtype, window, size, requests = DTYPES[case.dtype], case.window if causal else None, 512, 9
+    backend = choose_backend(torch.device(DEVICE), dtype, "flashinfer", heads_of(case))
+    options = {"causal": causal, "max_requests": requests}
+    plan = backend.make_decode_plan(size, 128, BLOCK_SIZE, dtype, heads_of(case), **options)
+    assert plan is not None
+    batches = [OnDevice(shape_of(BATCHES[name], case, causal), dtype) for name in BATCHES]
+    query = torch.zeros(size, *batches[0].query.shape[1:], dtype=dtype, device=DEVICE)
+    num_blocks, rest = max(paged.cache.shape[1] for paged in batches), batches[0].cache.shape[2:]
+    cache = torch.zeros(2, num_blocks, *rest, dtype=dtype, device=DEVICE)
+    assert plan.update(padded(batches[0].metadata(), size, requests))
+    recorder = CudaRecorder(torch.device(DEVICE)) if DEVICE == "cuda" else PlainRecorder()
+    replay = recorder.record(lambda: backend.run(query, cache, plan, window=window))
+    for paged in (*batches, batches[0]):
+        backend.write(paged.cache, paged.key, paged.value, paged.slots)
+        count = len(paged.query)
+        query[:count] = paged.query
+        cache[:, : paged.cache.shape[1]] = paged.cache
+        assert plan.update(padded(paged.metadata(), size, requests))
+        out = replay()
+        assert torch.isfinite(out).all()
+        assert_equal(out[:count], paged.expected(window), dtype)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128])

@@ -11,6 +11,8 @@ What FlashInfer does not serve (`served.py`) goes to PyTorch's attention, and th
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -48,7 +50,6 @@ class FlashInferBackend(AttentionBackend):
         self._wrappers: dict[wrappers.Call, wrappers.DecodeWrapper | wrappers.PrefillWrapper] = {}
         self._cross: dict[Phase, PagedBatch] = {}
         self._reasons = ReasonLog()
-        self._told_of_workspace = False
         self._no_masks: str | None = None
 
     def plan(self, metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> list[PagedBatch]:
@@ -130,27 +131,13 @@ class FlashInferBackend(AttentionBackend):
             out.masked_fill_(batch.blind, 0)
 
     def make_decode_plan(
-        self, num_requests: int, max_blocks: int, block_size: int, dtype: torch.dtype, heads: HeadSpec, *, causal: bool
+        self, num_requests: int, max_blocks: int, block_size: int, dtype: torch.dtype, heads: HeadSpec, **options: Any
     ) -> DecodePlan | None:
-        """Return None if partial results of all requests do not fit: the decodes run eagerly then."""
-        reason = unserved(heads, dtype)
-        if reason is not None:
-            self._reasons.warn(reason)
-            return self._torch.make_decode_plan(num_requests, max_blocks, block_size, dtype, heads, causal=causal)
-        needed, there = wrappers.fixed_decode_bytes(num_requests, heads, self._device), self._workspace.buffer.numel()
-        if needed <= there:
-            return FlashInferDecodePlan(
-                self._workspace, num_requests, max_blocks, block_size, dtype, heads, causal=causal
-            )
-        if not self._told_of_workspace:
-            self._told_of_workspace = True
-            log.warning(
-                "no CUDA graph for decodes of so many requests: partial results exceed the workspace of attention",
-                requests=num_requests,
-                needed_mib=needed >> 20,
-                workspace_mib=there >> 20,
-            )
-        return None
+        reason, sizes = unserved(heads, dtype), (num_requests, max_blocks, block_size, dtype, heads)
+        if reason is None:
+            return FlashInferDecodePlan(self._workspace, *sizes, **options)
+        self._reasons.warn(reason)
+        return self._torch.make_decode_plan(*sizes, **options)
 
     def write(self, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         if is_appended(*cache.shape[3:]):

@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import torch
 
-from engine.attention.flashinfer.paged_batch import PagedBatch, Pages, Phase, RaggedBatch
+from engine.attention.flashinfer.paged_batch import PagedBatch, Phase, RaggedBatch
 from engine.attention.flashinfer.served import needs_tensor_cores
 from engine.state.spec import HeadSpec
 
@@ -82,7 +82,7 @@ class Call:
 def fixed_decode_bytes(num_requests: int, heads: HeadSpec, device: torch.device) -> int:
     """Return the workspace bytes of a graph's decode plan for partial results, counted as by `PrefillPlan` in
     FlashInfer's scheduler.cuh for groups of up to a tile's rows; since 0.7.1 as much for the whole group, with 0.7.4
-    nothing for more requests than are split. Plans on vector units need some MiB at most."""
+    nothing for more requests than are divided. Plans on vector units need some MiB at most."""
     if not needs_tensor_cores(heads.num_heads, heads.num_kv_heads):
         return 0
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
@@ -126,26 +126,35 @@ class _Planned(ABC):
 
 @dataclass(frozen=True)
 class FixedBuffers:
-    """Page buffers of a graph's `num_requests` decodes: int32, on the device, at fixed addresses."""
+    """Page buffers of a graph's `num_requests` requests: int32, on the device, at fixed addresses."""
 
+    query_starts: torch.Tensor
     indptr: torch.Tensor
     indices: torch.Tensor
     last_page_len: torch.Tensor
 
     @classmethod
-    def make(cls, num_requests: int, max_blocks: int, device: torch.device) -> FixedBuffers:
-        def zeros(size: int) -> torch.Tensor:
-            return torch.zeros(size, dtype=torch.int32, device=device)
-
-        return cls(zeros(num_requests + 1), zeros(num_requests * max_blocks), zeros(num_requests))
+    def make(cls, num_requests: int, num_pages: int, device: torch.device) -> FixedBuffers:
+        sizes = num_requests + 1, num_requests + 1, num_pages, num_requests
+        return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes))
 
 
 class PagedWrapper(_Planned):
-    """A wrapper over the pages of a cache, planned for a single kind of call."""
+    """A wrapper over the pages of a cache, planned for a single kind of call. With `fixed` buffers, CUDA graphs can
+    capture the wrapper.
 
-    def __init__(self, workspace: Workspace, call: Call, wrapper: Any) -> None:
+    Requests are computed in one piece (`disable_split_kv`) where the partial results of a graph would not fit into the
+    workspace: of decodes of a large batch, and of prompts, which may have any lengths.
+    """
+
+    def __init__(self, workspace: Workspace, call: Call, wrapper: Any, fixed: FixedBuffers | None) -> None:
         super().__init__(workspace)
-        self._call, self._wrapper = call, wrapper
+        self._call, self._wrapper, self._in_one_piece = call, wrapper, False
+        if fixed is not None:
+            needed = fixed_decode_bytes(len(fixed.last_page_len), call.heads, self._device)
+            self._in_one_piece = call.phase == "prefill" or needed > workspace.buffer.numel()
+            small = torch.empty(FIXED_PLAN_BYTES, dtype=torch.uint8, device=self._device)
+            wrapper.reset_workspace_buffer(workspace.buffer, small)
 
     def run(self, query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
         """query and out [num_tokens, num_heads, head_dim], cache as backends have it."""
@@ -153,7 +162,7 @@ class PagedWrapper(_Planned):
 
 
 class DecodeWrapper(PagedWrapper):
-    """A query token per request. With `fixed` buffers, CUDA graphs can capture the wrapper."""
+    """A query token per request."""
 
     def __init__(self, workspace: Workspace, call: Call, fixed: FixedBuffers | None = None) -> None:
         wrapper = workspace.flashinfer.BatchDecodeWithPagedKVCacheWrapper(
@@ -166,13 +175,10 @@ class DecodeWrapper(PagedWrapper):
             paged_kv_last_page_len_buffer=fixed and fixed.last_page_len,
             backend=KERNELS,
         )
-        super().__init__(workspace, call, wrapper)
-        if fixed is not None:
-            small = torch.empty(FIXED_PLAN_BYTES, dtype=torch.uint8, device=self._device)
-            wrapper.reset_workspace_buffer(workspace.buffer, small)
+        super().__init__(workspace, call, wrapper, fixed)
 
-    def _plan(self, batch: Pages | PagedBatch) -> None:
-        pages, call = batch if isinstance(batch, Pages) else batch.pages, self._call
+    def _plan(self, batch: PagedBatch) -> None:
+        pages, call = batch.pages, self._call
         self._wrapper.plan(
             pages.indptr,
             pages.indices,
@@ -186,15 +192,25 @@ class DecodeWrapper(PagedWrapper):
             kv_data_type=call.dtype,
             sm_scale=call.scale,
             seq_lens=pages.num_keys,
+            disable_split_kv=self._in_one_piece,
         )
 
 
 class PrefillWrapper(PagedWrapper):
     """Any number of query tokens per request: the last tokens of the keys, if causal."""
 
-    def __init__(self, workspace: Workspace, call: Call) -> None:
-        wrapper = workspace.flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace.buffer, LAYOUT, backend=KERNELS)
-        super().__init__(workspace, call, wrapper)
+    def __init__(self, workspace: Workspace, call: Call, fixed: FixedBuffers | None = None) -> None:
+        wrapper = workspace.flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            workspace.buffer,
+            LAYOUT,
+            use_cuda_graph=fixed is not None,
+            qo_indptr_buf=fixed and fixed.query_starts,
+            paged_kv_indptr_buf=fixed and fixed.indptr,
+            paged_kv_indices_buf=fixed and fixed.indices,
+            paged_kv_last_page_len_buf=fixed and fixed.last_page_len,
+            backend=KERNELS,
+        )
+        super().__init__(workspace, call, wrapper, fixed)
 
     def _plan(self, batch: PagedBatch) -> None:
         pages, call, place = batch.pages, self._call, CPU if batch.mask is None else self._device
@@ -215,6 +231,7 @@ class PrefillWrapper(PagedWrapper):
             seq_lens=pages.num_keys,
             max_token_per_sequence=batch.max_queries,
             custom_mask=batch.mask,
+            disable_split_kv=self._in_one_piece,
         )
 
 

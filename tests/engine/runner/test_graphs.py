@@ -22,6 +22,7 @@ from engine.core.decoder_engine import DecoderEngine
 from engine.runner import profile
 from engine.runner.decoder import StepOutput
 from engine.runner.graphs import DecodeGraphs, GraphParts, _make_plans, graph_sizes
+from engine.runner.last_tokens import LastTokens
 from engine.state.inputs import ScheduledStep, StepInputs
 from tests import tiny_models
 from tests.engine.conftest import AUDIO_FRAMES
@@ -157,14 +158,43 @@ def test_plans_of_flashinfer_are_replayed(tmp_path: Path, family: str) -> None:
         engine = recorded(info, attention_backend="flashinfer")
         assert run_staggered(engine, jobs).tokens == expected.tokens
     assert graphs_of(engine).num_replays > 10
+    steps = engine.stats()["steps_total"]
+    if family != "mllama":  # whose tokens see other pictures than those before them
+        assert graphs_of(engine).num_replays == steps
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("tokens_per_step", [100, 256])
+def test_flashinfer_replays_prompts_with_pictures_beside_decodes(
+    tmp_path: Path, tokens_per_step: int, ahead: bool
+) -> None:
+    """Chunks of prompts, rows of encoder outputs at any of them, and M-RoPE's three positions."""
+    mrope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12]}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "rope_parameters": mrope}
+    info = load_model_info(str(tiny_models.make_qwen2_5_vl(tmp_path, **heads)))
+    jobs = [job for job in mixed_jobs(info) if job.name != "beams"]
+    jobs += [
+        Job(f"long {n}", [*text_tokens(n, n), info.placeholder_token_id or 0], greedy(3), [("x", 4)]) for n in (70, 99)
+    ]
+    options = {"max_num_batched_tokens": tokens_per_step, "prefix_caching": False, "num_blocks": 120}
+    expected = run_staggered(eager(info, **options), jobs).tokens
+    with flashinfer_on_cpu():
+        engine = recorded(info, attention_backend="flashinfer", async_scheduling=ahead, **options)
+        assert run_staggered(engine, jobs).tokens == expected
+    assert graphs_of(engine).num_replays == engine.stats()["steps_total"]
 
 
 def test_a_batch_is_padded_up_to_the_next_size() -> None:
-    assert graph_sizes(CUDA, 1, 2048) == [1]
-    assert graph_sizes(CUDA, 6, 2048) == [1, 2, 4, 6]
-    assert graph_sizes(CUDA, 8, 2048) == [1, 2, 4, 8]
-    assert graph_sizes(CUDA, 20, 2048) == [1, 2, 4, 8, 16, 20]
-    assert graph_sizes(CUDA, 256, 2048)[-3:] == [240, 248, 256]
+    assert graph_sizes(CUDA, 1, 64) == [1]
+    assert graph_sizes(CUDA, 6, 64) == [1, 2, 4, 6]
+    assert graph_sizes(CUDA, 8, 64) == [1, 2, 4, 8]
+    assert graph_sizes(CUDA, 20, 64) == [1, 2, 4, 8, 16, 20]
+    assert graph_sizes(CUDA, 256, 256)[-3:] == [240, 248, 256]
+
+
+def test_steps_with_prompts_are_padded_to_more_than_any_batch_of_decodes() -> None:
+    assert graph_sizes(CUDA, 1, 2048) == [1, 96, 128, 192, 256, 384, 512, 768, 1024]
+    assert graph_sizes(CUDA, 256, 600)[-3:] == [256, 384, 512]
 
 
 def test_on_a_cpu_batches_are_hardly_padded_and_large_ones_not_recorded() -> None:
@@ -259,7 +289,7 @@ def test_flashinfer_replays_what_is_generated_behind_any_pictures(tmp_path: Path
     with flashinfer_on_cpu():
         engine = recorded(info, attention_backend="flashinfer")
         assert run(engine, jobs).tokens == expected
-    assert graphs_of(engine).num_replays == max(len(tokens) for tokens in expected.values()) - 1
+    assert graphs_of(engine).num_replays == engine.stats()["steps_total"] - 1
 
 
 def test_texts_alone_are_replayed_by_a_model_that_reads_pictures(tiny_mllama: ModelInfo) -> None:
@@ -418,7 +448,7 @@ def test_positions_bias_the_recorded_self_attention_alone() -> None:
     """Or cross-attention of T5 would go to PyTorch for a bias that it does not have."""
     asked: dict[bool, bool] = {}
 
-    def make(*args: Any, causal: bool) -> object:
+    def make(*args: Any, causal: bool, max_requests: int | None) -> object:
         asked[causal] = args[-1].biased
         return object()
 
@@ -427,7 +457,8 @@ def test_positions_bias_the_recorded_self_attention_alone() -> None:
     )
     parts = SimpleNamespace(
         model=SimpleNamespace(spec=spec),
-        backend=SimpleNamespace(make_decode_plan=make),
+        backend=SimpleNamespace(make_decode_plan=make, calls_kernels=False),
+        last_tokens=LastTokens(1, CPU),
         caches=[torch.empty(2, 3, 4, 2, 64)],
         max_blocks=3,
         max_cross_blocks=3,
