@@ -7,8 +7,8 @@ with too many prompt tokens holds up every stream of the engine. With an objecti
 (stall-free batching, Sarathi-Serve, Agrawal et al., 2024, there with a fixed budget of tokens). Without an objective of
 the user, prompts get three quarters of the time, and more where they would wait longer than CLEAR_S for it.
 
-A GPU works while a step is launched, kernel by kernel where there are prompts. Tokens done by the end of the launch
-take no time of their own; were the launch taken for theirs, chunks would become as small as can be.
+A GPU works while a step is launched, and takes as long for a few tokens as for decoding rows: it reads the weights.
+Neither is the time of prompt tokens; were it taken for theirs, chunks would become as small as can be.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SHARES: Final = 0.75, 0.9
 _NEWEST: Final = 0.2
 """Weight of the newest time in a mean."""
 _LEAST_TOKEN_S: Final = 1e-6
-"""Of a token done by the end of the launch."""
+"""Of a token done within the time of the others."""
 _OUTLIER: Final = 4.0
 """A time of more than so many means counts as this: a stall of the machine says nothing about steps."""
 
@@ -76,7 +76,8 @@ class PrefillPace:
         token_s = self._token_s.at(context)
         if launch_s:
             self._launch_s.add(0, launch_s)
-            self._token_s.add(context, max((seconds - launch_s) / tokens, _LEAST_TOKEN_S))
+            others_s = max(launch_s, self._rows_s.at(rows) or 0.0)
+            self._token_s.add(context, max((seconds - others_s) / tokens, _LEAST_TOKEN_S))
             return
         if not rows:
             if token_s is None:

@@ -148,6 +148,18 @@ def test_a_slow_launch_is_not_taken_for_slow_tokens(prompts: tuple[int, ...]) ->
     assert surplus <= 3, "sixty prompts in hardly more steps than the budget asks for"
 
 
+def test_time_that_few_tokens_take_as_well_is_not_taken_for_theirs() -> None:
+    """A replayed step reads the weights in 3.5 ms, and computes a prompt of 300 tokens in as much again: small chunks
+    at the start, of prompts that ended there, do not stay small."""
+    pace, device = PrefillPace(), Gpu(fixed_s=0.0035, row_s=0.0, token_s=12e-6, launch_s=0.0013)
+    for _ in range(5):
+        device.run(pace, 4, 0)
+        device.run(pace, 4, 16)
+    for _ in range(5):
+        assert (pace.limit(4, 0, 300) or 0) >= 300
+        device.run(pace, 4, 300)
+
+
 def test_tokens_that_outlast_the_launch_keep_to_the_objective() -> None:
     pace, device = PrefillPace(OBJECTIVE_S), Gpu(token_s=0.0002)
     for _ in range(60):
