@@ -28,10 +28,24 @@ from engine.state.inputs import EncoderRows
 from engine.state.spec import HeadSpec, IntArray
 
 
-class DecodePlan(ABC):
-    """A plan at fixed addresses for `num_requests` requests with a query token each, as captured by CUDA graphs.
+@dataclass(frozen=True)
+class PlanSizes:
+    """Sizes of a plan at fixed addresses: `num_tokens` tokens, of requests with up to `max_blocks` blocks.
 
-    One that `takes_prompts` serves so many tokens of any requests.
+    A token per request; with `max_requests`, of exactly so many requests, some of them without tokens.
+    """
+
+    num_tokens: int
+    max_blocks: int
+    block_size: int
+    dtype: torch.dtype
+    heads: HeadSpec
+    causal: bool
+    max_requests: int | None = None
+
+
+class DecodePlan(ABC):
+    """A plan at fixed addresses, as captured by CUDA graphs. One that `takes_prompts` takes any tokens of a request.
 
     A captured graph replays the same kernels over the same addresses, so what changes from step to step is written
     into buffers that this plan owns. `update`, on the host, comes before the replay; `run` of the backend that made
@@ -41,21 +55,19 @@ class DecodePlan(ABC):
 
     takes_prompts = False
 
-    def __init__(self, num_requests: int, max_blocks: int, block_size: int, *, causal: bool) -> None:
-        self.num_requests, self.max_blocks, self.block_size, self.causal = num_requests, max_blocks, block_size, causal
+    def __init__(self, sizes: PlanSizes) -> None:
+        self.sizes = sizes
 
     def _served_keys(self, metadata: AttentionMetadata) -> IntArray | None:
         """Return the keys of each request, [num_requests]; None if this plan does not serve the batch."""
-        num_keys, starts = common_keys(metadata), metadata.query_start_loc
-        single = starts == list(range(self.num_requests + 1))
-        any_shape = (
-            self.takes_prompts
-            and starts[-1] == self.num_requests
-            and not (self.causal and metadata.key_ranges is not None)
-        )
-        if num_keys is None or metadata.causal != self.causal or not (single or any_shape):
+        sizes, num_keys, starts = self.sizes, common_keys(metadata), metadata.query_start_loc
+        if sizes.max_requests is None:
+            fits = starts == list(range(sizes.num_tokens + 1))
+        else:
+            fits = starts[-1] == sizes.num_tokens and not (sizes.causal and metadata.key_ranges is not None)
+        if num_keys is None or metadata.causal != sizes.causal or not fits:
             return None
-        return num_keys if int(num_blocks(num_keys, self.block_size).max(initial=0)) <= self.max_blocks else None
+        return num_keys if int(num_blocks(num_keys, sizes.block_size).max(initial=0)) <= sizes.max_blocks else None
 
     def refuse(self, bias: AttentionBias | None) -> None:
         """Raise ValueError for a bias; for plans that compute none."""
@@ -63,7 +75,7 @@ class DecodePlan(ABC):
             raise ValueError("a decoder that adds a bias to its attention names the kind in its spec (`biased`)")
 
     def update(self, metadata: AttentionMetadata) -> bool:
-        """Fill the buffers for a batch of exactly `num_requests` requests with a query token each.
+        """Fill the buffers for a batch of exactly as many tokens as the sizes say.
 
         Rows of padding have one key, in block 0, or, in cross-attention, none: these get zeros. Returns False, with the
         buffers as they were, if the plan does not serve the batch: the step has to run outside the graph.
@@ -117,21 +129,8 @@ class AttentionBackend(ABC):
         causal attention sees the last `window` keys, its own included (Mistral, Jiang et al., 2023).
         """
 
-    def make_decode_plan(
-        self,
-        num_requests: int,
-        max_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        heads: HeadSpec,
-        *,
-        causal: bool,
-        max_requests: int | None = None,
-    ) -> DecodePlan | None:
-        """Return a plan at fixed addresses for up to `max_blocks` blocks per request; None if the backend has none.
-
-        With `max_requests` it takes prompts: `num_requests` tokens of exactly so many requests, some without tokens.
-        """
+    def make_decode_plan(self, sizes: PlanSizes) -> DecodePlan | None:
+        """Return a plan at fixed addresses; None if the backend has none."""
         return None
 
     def write(self, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 
-from engine.attention.backend import AttentionBackend, DecodePlan
+from engine.attention.backend import AttentionBackend, DecodePlan, PlanSizes
 from engine.attention.metadata import AttentionMetadata
 from engine.native import ops
 from engine.state.bias import AttentionBias
-from engine.state.spec import HeadSpec, IntArray
+from engine.state.spec import IntArray
 
 
 @dataclass(frozen=True)
@@ -33,21 +31,20 @@ class NativeDecodePlan(DecodePlan):
 
     takes_prompts = True
 
-    def __init__(
-        self, num_requests: int, max_blocks: int, block_size: int, windows: Iterable[int | None], *, causal: bool
-    ) -> None:
-        super().__init__(num_requests, max_blocks, block_size, causal=causal)
-        self.tables = torch.from_numpy(np.zeros((num_requests, max_blocks), np.int64))  # memory comes as rows are used
-        self.requests = torch.zeros(num_requests, dtype=torch.int64)
-        self.key_ranges = {window: torch.zeros(num_requests, 2, dtype=torch.int64) for window in (None, *windows)}
+    def __init__(self, sizes: PlanSizes) -> None:
+        super().__init__(sizes)
+        count, windows = sizes.num_tokens, (None, *sizes.heads.windows)
+        self.tables = torch.from_numpy(np.zeros((count, sizes.max_blocks), np.int64))  # memory comes as rows are used
+        self.requests = torch.zeros(count, dtype=torch.int64)
+        self.key_ranges = {window: torch.zeros(count, 2, dtype=torch.int64) for window in windows}
 
     def _served_keys(self, metadata: AttentionMetadata) -> IntArray | None:
-        ends = metadata.seq_lens if metadata.key_ranges is None else metadata.key_ranges[:, 1]
-        fits = max(ends, default=0) <= self.max_blocks * self.block_size and metadata.causal == self.causal
-        return np.asarray(metadata.seq_lens) if fits and metadata.query_start_loc[-1] == self.num_requests else None
+        sizes, ends = self.sizes, metadata.seq_lens if metadata.key_ranges is None else metadata.key_ranges[:, 1]
+        fits = max(ends, default=0) <= sizes.max_blocks * sizes.block_size and metadata.causal == sizes.causal
+        return np.asarray(metadata.seq_lens) if fits and metadata.query_start_loc[-1] == sizes.num_tokens else None
 
     def _update(self, metadata: AttentionMetadata, num_keys: IntArray) -> None:
-        width = min(metadata.table.shape[1], self.max_blocks)
+        width = min(metadata.table.shape[1], self.sizes.max_blocks)
         self.tables.numpy()[: metadata.num_requests, :width] = metadata.table[:, :width]
         self.requests.numpy()[:] = _requests_of(metadata)
         for window, ranges in self.key_ranges.items():
@@ -85,16 +82,12 @@ class NativeBackend(AttentionBackend):
             offsets = None if bias is None else _evaluated(plan, bias, query.shape[1], plan.key_ranges[window])
         else:
             plan.refuse(bias)
-            window = window if plan.causal else None
+            window = window if plan.sizes.causal else None
         ranges = plan.key_ranges[window]
         return ops.paged_attention(_dense_heads(query), cache, plan.tables, plan.requests, ranges, scale, offsets)
 
-    def make_decode_plan(
-        self, num_requests: int, max_blocks: int, block_size: int, dtype: torch.dtype, heads: HeadSpec, **options: Any
-    ) -> DecodePlan | None:
-        if heads.biased:
-            return None
-        return NativeDecodePlan(num_requests, max_blocks, block_size, heads.windows, causal=options["causal"])
+    def make_decode_plan(self, sizes: PlanSizes) -> DecodePlan | None:
+        return None if sizes.heads.biased else NativeDecodePlan(sizes)
 
     def write(self, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         ops.write_cache(cache, _dense_heads(key), _dense_heads(value), slot_mapping)

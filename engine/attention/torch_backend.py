@@ -10,19 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from engine.attention.backend import AttentionBackend, DecodePlan
+from engine.attention.backend import AttentionBackend, DecodePlan, PlanSizes
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.torch_fixed import MAX_KEYS, TorchDecodePlan
 from engine.attention.visible import Visible, attend_once, causal_keys, decode_mask, grouped, keys_in_ranges
 from engine.device.h2d import send
 from engine.state.bias import AttentionBias
-from engine.state.spec import HeadSpec
 
 CPU = torch.device("cpu")
 GATHER_WASTE = 2.0
@@ -110,12 +108,9 @@ class TorchBackend(AttentionBackend):
             out[row.start : row.end] = _run_row(query[row.start : row.end], cache, row, scale)
         return out
 
-    def make_decode_plan(
-        self, num_requests: int, max_blocks: int, block_size: int, dtype: torch.dtype, heads: HeadSpec, **options: Any
-    ) -> DecodePlan | None:
-        if options.get("max_requests") or num_requests * max_blocks * block_size > MAX_KEYS:
-            return None
-        return TorchDecodePlan(num_requests, max_blocks, block_size, self._device, causal=options["causal"])
+    def make_decode_plan(self, sizes: PlanSizes) -> DecodePlan | None:
+        too_many = sizes.num_tokens * sizes.max_blocks * sizes.block_size > MAX_KEYS
+        return None if too_many or sizes.max_requests is not None else TorchDecodePlan(sizes, self._device)
 
     def _run_batched(
         self,

@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from engine.attention.backend import DecodePlan
+from engine.attention.backend import DecodePlan, PlanSizes
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.visible import attend_once, decode_mask
 from engine.state.bias import AttentionBias
@@ -20,21 +20,19 @@ MAX_KEYS: Final = 2**18
 class TorchDecodePlan(DecodePlan):
     """A block table, the number of keys and the position per request; the device derives the mask."""
 
-    def __init__(
-        self, num_requests: int, max_blocks: int, block_size: int, device: torch.device, *, causal: bool
-    ) -> None:
-        super().__init__(num_requests, max_blocks, block_size, causal=causal)
-        self._staging = Staging(device, num_requests * (max_blocks + 2))
+    def __init__(self, sizes: PlanSizes, device: torch.device) -> None:
+        super().__init__(sizes)
+        self._staging = Staging(device, sizes.num_tokens * (sizes.max_blocks + 2))
         self._table, self._num_keys, self._positions = self._staging.send(*self._arrays())
 
     def _arrays(self) -> tuple[IntArray, IntArray, IntArray]:
-        take = self._staging.take
-        return take(self.num_requests, self.max_blocks), take(self.num_requests), take(self.num_requests)
+        take, count = self._staging.take, self.sizes.num_tokens
+        return take(count, self.sizes.max_blocks), take(count), take(count)
 
     def _update(self, metadata: AttentionMetadata, num_keys: IntArray) -> None:
         self._staging.begin()
         table, keys, positions = self._arrays()
-        width = min(metadata.table.shape[1], self.max_blocks)
+        width = min(metadata.table.shape[1], self.sizes.max_blocks)
         table[:, :width], table[:, width:] = metadata.table[:, :width], 0
         keys[:], positions[:] = num_keys, metadata.positions
         self._staging.send(table, keys, positions)
@@ -53,11 +51,11 @@ class TorchDecodePlan(DecodePlan):
         keys, values = (
             cache[side][self._table].view(num_requests, -1, num_kv_heads, head_dim).transpose(1, 2) for side in (0, 1)
         )
-        max_keys, seen, addends = keys.shape[2], window if self.causal else None, None
+        max_keys, seen, addends = keys.shape[2], window if self.sizes.causal else None, None
         if bias is not None:
             if bias.by_request:
                 raise ValueError("a bias that differs by request is not computed at fixed addresses")
             addends = bias.values(self._positions, torch.arange(max_keys, device=query.device), None)
         mask = decode_mask(self._num_keys, max_keys, query.dtype, num_kv_heads, addends, seen)
         attended = attend_once(query, keys, values, mask, scale)
-        return attended if self.causal else attended.masked_fill((self._num_keys == 0)[:, None, None], 0)
+        return attended if self.sizes.causal else attended.masked_fill((self._num_keys == 0)[:, None, None], 0)

@@ -27,13 +27,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend, DecodePlan, PagedAttentionContext
+from engine.attention.backend import AttentionBackend, DecodePlan, PagedAttentionContext, PlanSizes
 from engine.attention.metadata import AttentionMetadata
 from engine.device.recorder import Recorder
 from engine.models.base import DecoderModel
@@ -236,9 +236,9 @@ def _make_plans(parts: GraphParts, size: int) -> tuple[DecodePlan, DecodePlan | 
     heads = HeadSpec.of(spec)
 
     def make(max_blocks: int, *, causal: bool) -> DecodePlan | None:
-        own = replace(heads, biased=("self" if causal else "cross") in spec.biased)
-        options: dict[str, Any] = {"causal": causal, "max_requests": max_requests(parts, size)}
-        return parts.backend.make_decode_plan(size, max_blocks, cache.shape[2], cache.dtype, own, **options)
+        own, most = replace(heads, biased=("self" if causal else "cross") in spec.biased), max_requests(parts, size)
+        sizes = PlanSizes(size, max_blocks, cache.shape[2], cache.dtype, own, causal, most)
+        return parts.backend.make_decode_plan(sizes)
 
     own = make(parts.max_blocks, causal=True)
     cross = make(parts.max_cross_blocks, causal=False) if spec.has_cross_attention else None

@@ -215,9 +215,7 @@ def _guard_cuda() -> Iterator[None]:
 def _guard_cpu() -> Iterator[None]:
     waits = HostWaits()
     # A CPU chooses by looking, which is quicker there.
-    choose = mock.patch.object(
-        Sampler, "_choose", lambda _, scores, sequences: choose_on_device(scores, sequences)
-    )
+    choose = mock.patch.object(Sampler, "_choose", lambda _, scores, sequences: choose_on_device(scores, sequences))
     with choose, waits:
         yield
     if waits.found:

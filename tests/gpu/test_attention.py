@@ -13,6 +13,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from engine.attention.backend import PlanSizes
 from engine.attention.flashinfer.paged_batch import RaggedBatch
 from engine.attention.flashinfer.ragged import FlashInferRagged
 from engine.attention.flashinfer.wrappers import RAGGED_WORKSPACE_BYTES, Workspace, load_flashinfer
@@ -99,7 +100,7 @@ def test_masks_are_flashinfers(batch: str, case: AttentionCase, kind: str) -> No
 def test_a_recorded_plan_at_fixed_addresses_follows_the_batch(case: AttentionCase, causal: bool) -> None:
     dtype, window, heads = DTYPES[case.dtype], case.window if causal else None, heads_of(case)
     backend = choose_backend(torch.device(DEVICE), dtype, name_for(case), heads)
-    plan = backend.make_decode_plan(4, 128, BLOCK_SIZE, dtype, heads, causal=causal)
+    plan = backend.make_decode_plan(PlanSizes(4, 128, BLOCK_SIZE, dtype, heads, causal=causal))
     assert plan is not None, f"{backend.name} has no such plan"
     shapes = [shape_of([(1, count) for count in keys], case, causal) for keys in ((1, 16, 17, 300), (2000, 5, 1, 31))]
     batches = [OnDevice(shape, dtype) for shape in shapes]
@@ -121,8 +122,7 @@ def test_a_recorded_plan_of_prompts_follows_the_batch(case: AttentionCase, causa
     """Behind the tokens of a step stand those of padding, a request of their own, and requests without any."""
     dtype, window, size, requests = DTYPES[case.dtype], case.window if causal else None, 512, 9
     backend = choose_backend(torch.device(DEVICE), dtype, "flashinfer", heads_of(case))
-    options = {"causal": causal, "max_requests": requests}
-    plan = backend.make_decode_plan(size, 128, BLOCK_SIZE, dtype, heads_of(case), **options)
+    plan = backend.make_decode_plan(PlanSizes(size, 128, BLOCK_SIZE, dtype, heads_of(case), causal, requests))
     assert plan is not None
     batches = [OnDevice(shape_of(BATCHES[name], case, causal), dtype) for name in BATCHES]
     query = torch.zeros(size, *batches[0].query.shape[1:], dtype=dtype, device=DEVICE)

@@ -11,13 +11,11 @@ What FlashInfer does not serve (`served.py`) goes to PyTorch's attention, and th
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
 from common.telemetry import get_logger
-from engine.attention.backend import AttentionBackend, DecodePlan
+from engine.attention.backend import AttentionBackend, DecodePlan, PlanSizes
 from engine.attention.flashinfer import wrappers
 from engine.attention.flashinfer.fixed import FlashInferDecodePlan
 from engine.attention.flashinfer.paged_batch import PagedBatch, Phase
@@ -130,14 +128,12 @@ class FlashInferBackend(AttentionBackend):
         if batch.blind is not None:
             out.masked_fill_(batch.blind, 0)
 
-    def make_decode_plan(
-        self, num_requests: int, max_blocks: int, block_size: int, dtype: torch.dtype, heads: HeadSpec, **options: Any
-    ) -> DecodePlan | None:
-        reason, sizes = unserved(heads, dtype), (num_requests, max_blocks, block_size, dtype, heads)
+    def make_decode_plan(self, sizes: PlanSizes) -> DecodePlan | None:
+        reason = unserved(sizes.heads, sizes.dtype)
         if reason is None:
-            return FlashInferDecodePlan(self._workspace, *sizes, **options)
+            return FlashInferDecodePlan(self._workspace, sizes)
         self._reasons.warn(reason)
-        return self._torch.make_decode_plan(*sizes, **options)
+        return self._torch.make_decode_plan(sizes)
 
     def write(self, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         if is_appended(*cache.shape[3:]):

@@ -58,7 +58,7 @@ class FlashInferRagged:
     def _planned(self, call: RaggedCall, batch: RaggedBatch) -> RaggedWrapper:
         """Return a wrapper planned for the batch: an existing plan, a new wrapper, or the least recently used."""
         wrappers = self._wrappers.setdefault(call, [])
-        index = next((index for index, wrapper in enumerate(wrappers) if wrapper.is_planned_for(batch)), None)
+        index = next((index for index, wrapper in enumerate(wrappers) if wrapper.batch is batch), None)
         if index is not None:
             wrapper = wrappers.pop(index)
         elif len(wrappers) < KEPT_PLANS:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -93,22 +94,19 @@ def fixed_decode_bytes(num_requests: int, heads: HeadSpec, device: torch.device)
 
 
 class _Planned(ABC):
-    """A wrapper, planned anew for each new batch."""
+    """A wrapper, planned for `batch`, and anew for each other one."""
 
     def __init__(self, workspace: Workspace) -> None:
         self._device = workspace.device
-        self._batch: object = None
+        self.batch: object = None
         self._copied: torch.cuda.Event | None = None
-
-    def is_planned_for(self, batch: object) -> bool:
-        return self._batch is batch
 
     def bring_to(self, batch: object) -> None:
         """Plan for a batch unless the last plan was for the same batch.
 
         Raises RuntimeError while a CUDA graph is captured, which cannot hold the host's part of a plan.
         """
-        if self.is_planned_for(batch):
+        if self.batch is batch:
             return
         on_cuda = self._device.type == "cuda"
         if on_cuda and torch.cuda.is_current_stream_capturing():
@@ -116,7 +114,7 @@ class _Planned(ABC):
         if self._copied is not None:
             self._copied.synchronize()
         self._plan(batch)
-        self._batch = batch
+        self.batch = batch
         if on_cuda:
             self._copied = torch.cuda.current_stream(self._device).record_event()
 
@@ -124,34 +122,19 @@ class _Planned(ABC):
     def _plan(self, batch: Any) -> None: ...
 
 
-@dataclass(frozen=True)
-class FixedBuffers:
-    """Page buffers of a graph's `num_requests` requests: int32, on the device, at fixed addresses."""
-
-    query_starts: torch.Tensor
-    indptr: torch.Tensor
-    indices: torch.Tensor
-    last_page_len: torch.Tensor
-
-    @classmethod
-    def make(cls, num_requests: int, num_pages: int, device: torch.device) -> FixedBuffers:
-        sizes = num_requests + 1, num_requests + 1, num_pages, num_requests
-        return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes))
-
-
 class PagedWrapper(_Planned):
     """A wrapper over the pages of a cache, planned for a single kind of call. With `fixed` buffers, CUDA graphs can
-    capture the wrapper.
+    capture the wrapper: of query starts, indptr, indices and last_page_len, as of `PageTable`.
 
     Requests are computed in one piece (`disable_split_kv`) where the partial results of a graph would not fit into the
     workspace: of decodes of a large batch, and of prompts, which may have any lengths.
     """
 
-    def __init__(self, workspace: Workspace, call: Call, wrapper: Any, fixed: FixedBuffers | None) -> None:
+    def __init__(self, workspace: Workspace, call: Call, wrapper: Any, fixed: Sequence[torch.Tensor]) -> None:
         super().__init__(workspace)
         self._call, self._wrapper, self._in_one_piece = call, wrapper, False
-        if fixed is not None:
-            needed = fixed_decode_bytes(len(fixed.last_page_len), call.heads, self._device)
+        if fixed:
+            needed = fixed_decode_bytes(len(fixed[-1]), call.heads, self._device)
             self._in_one_piece = call.phase == "prefill" or needed > workspace.buffer.numel()
             small = torch.empty(FIXED_PLAN_BYTES, dtype=torch.uint8, device=self._device)
             wrapper.reset_workspace_buffer(workspace.buffer, small)
@@ -164,16 +147,10 @@ class PagedWrapper(_Planned):
 class DecodeWrapper(PagedWrapper):
     """A query token per request."""
 
-    def __init__(self, workspace: Workspace, call: Call, fixed: FixedBuffers | None = None) -> None:
+    def __init__(self, workspace: Workspace, call: Call, fixed: Sequence[torch.Tensor] = ()) -> None:
+        on_tensor_cores = needs_tensor_cores(call.heads.num_heads, call.heads.num_kv_heads)
         wrapper = workspace.flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            workspace.buffer,
-            LAYOUT,
-            use_cuda_graph=fixed is not None,
-            use_tensor_cores=needs_tensor_cores(call.heads.num_heads, call.heads.num_kv_heads),
-            paged_kv_indptr_buffer=fixed and fixed.indptr,
-            paged_kv_indices_buffer=fixed and fixed.indices,
-            paged_kv_last_page_len_buffer=fixed and fixed.last_page_len,
-            backend=KERNELS,
+            workspace.buffer, LAYOUT, bool(fixed), on_tensor_cores, *fixed[1:], backend=KERNELS
         )
         super().__init__(workspace, call, wrapper, fixed)
 
@@ -199,16 +176,9 @@ class DecodeWrapper(PagedWrapper):
 class PrefillWrapper(PagedWrapper):
     """Any number of query tokens per request: the last tokens of the keys, if causal."""
 
-    def __init__(self, workspace: Workspace, call: Call, fixed: FixedBuffers | None = None) -> None:
+    def __init__(self, workspace: Workspace, call: Call, fixed: Sequence[torch.Tensor] = ()) -> None:
         wrapper = workspace.flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            workspace.buffer,
-            LAYOUT,
-            use_cuda_graph=fixed is not None,
-            qo_indptr_buf=fixed and fixed.query_starts,
-            paged_kv_indptr_buf=fixed and fixed.indptr,
-            paged_kv_indices_buf=fixed and fixed.indices,
-            paged_kv_last_page_len_buf=fixed and fixed.last_page_len,
-            backend=KERNELS,
+            workspace.buffer, LAYOUT, bool(fixed), *fixed, backend=KERNELS
         )
         super().__init__(workspace, call, wrapper, fixed)
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from common.model_info import ModelInfo, load_model_info
+from engine.attention.backend import PlanSizes
 from engine.attention.metadata import AttentionMetadata
 from engine.cache.block_manager import BlockManager
 from engine.cache.encoder_cache import EncoderCacheManager
@@ -448,8 +449,8 @@ def test_positions_bias_the_recorded_self_attention_alone() -> None:
     """Or cross-attention of T5 would go to PyTorch for a bias that it does not have."""
     asked: dict[bool, bool] = {}
 
-    def make(*args: Any, causal: bool, max_requests: int | None) -> object:
-        asked[causal] = args[-1].biased
+    def make(sizes: PlanSizes) -> object:
+        asked[sizes.causal] = sizes.heads.biased
         return object()
 
     spec = SimpleNamespace(
