@@ -150,7 +150,7 @@ gpu-check: $(VENV)/test.stamp ## On a machine with a GPU: what is there, is ever
 # In a folder of their own: pip must not take them for packages of the environment, whose torch is for CPUs.
 SOURCES := build/gpu-sources
 # Both ends of the range in pyproject.toml.
-OLDEST := 0.6.13
+OLDEST := 0.7.1
 NEWEST := 0.7.4
 # Without its other dependencies, which have hundreds of MiB and serve kernels that are not called.
 NEEDED := 'apache-tvm-ffi<0.2' einops tabulate nvidia-ml-py click triton==3.6.0 ninja nvidia-curand

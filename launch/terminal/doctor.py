@@ -170,7 +170,7 @@ def check_gpu(settings: Settings) -> Iterator[Finding]:
         old = "FlashInfer needs capability 7.5 or newer: --attention-backend torch" if (major, minor) < (7, 5) else ""
         yield Finding(f"GPU {index}", "warn" if old else "ok", f"{facts}, CUDA {torch.version.cuda}", old)
     version = _version("flashinfer-python")
-    remedy = "" if version else "pip install 'flashinfer-python>=0.6.13,<0.7.5': attention without it is slow"
+    remedy = "" if version else "pip install 'flashinfer-python>=0.7.1,<0.7.5': attention without it is slow"
     yield Finding("FlashInfer", "ok" if version else "warn", version or "not installed", remedy)
 
 

@@ -1,6 +1,6 @@
 """Calls computed correctly by FlashInfer; PyTorch's attention serves all others.
 
-From FlashInfer's sources (0.6.13 to 0.7.4) and trackers: kernels are made for float16 and bfloat16. The head size is a
+From FlashInfer's sources (0.7.1 to 0.7.4) and trackers: kernels are made for float16 and bfloat16. The head size is a
 template parameter, unchecked by FA2: sizes other than multiples of 64 can return wrong numbers (flashinfer#4299).
 Decoding without tensor cores is compiled for some group sizes only.
 """
