@@ -64,7 +64,7 @@ class PrefillPace:
     def observe(self, step: ScheduledStep, seconds: float, launch_s: float = 0.0) -> None:
         """Learn from a step that took `seconds`, after its tokens are counted as computed.
 
-        `launch_s` of them were its launch, on a device that worked meanwhile.
+        `launch_s` of them were its launch, on a device that works meanwhile.
         """
         rows = step.num_decodes
         tokens = sum(step.num_tokens) - rows
@@ -76,14 +76,14 @@ class PrefillPace:
         token_s = self._token_s.at(context)
         if launch_s:
             self._launch_s.add(0, launch_s)
-            others_s = max(launch_s, self._rows_s.at(rows) or 0.0)
-            self._token_s.add(context, max((seconds - others_s) / tokens, _LEAST_TOKEN_S))
-            return
         if not rows:
             if token_s is None:
-                self._token_s.add(context, seconds / tokens)
+                self._token_s.add(context, max((seconds - launch_s) / tokens, _LEAST_TOKEN_S))
             return
         rows_s = self._rows_s.at(rows)
+        if launch_s:
+            self._token_s.add(context, max((seconds - max(launch_s, rows_s or 0.0)) / tokens, _LEAST_TOKEN_S))
+            return
         if rows_s is None or token_s is None:
             return
         # Where every step has prompts, no step shows the rows alone: both parts share the error of the sum.

@@ -160,6 +160,15 @@ def test_time_that_few_tokens_take_as_well_is_not_taken_for_theirs() -> None:
         device.run(pace, 4, 300)
 
 
+def test_prompts_alone_say_nothing_about_steps_with_many_rows() -> None:
+    pace, device = PrefillPace(), Gpu(fixed_s=0.0035, row_s=0.0003, token_s=12e-6, launch_s=0.0013)
+    for rows, tokens in [(0, 300), (64, 0), *[(0, 300)] * 20]:
+        device.run(pace, rows, tokens)
+    limit = pace.limit(64, 0, 300)
+    assert limit is not None
+    assert device.step_s(64, limit) <= 4.1 * device.step_s(64, 0)
+
+
 def test_tokens_that_outlast_the_launch_keep_to_the_objective() -> None:
     pace, device = PrefillPace(OBJECTIVE_S), Gpu(token_s=0.0002)
     for _ in range(60):
