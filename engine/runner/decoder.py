@@ -75,7 +75,7 @@ class PromptRows:
 class DecoderRunner:
     """The decoder's weights, KV cache and step buffers.
 
-    On CUDA nothing here waits for the device. Decode steps are replayed from `graphs` where there are such; the eager
+    On CUDA nothing here waits for the device. Steps are replayed from `graphs` where there are such; the eager
     path beside it computes the same.
     """
 
@@ -106,7 +106,8 @@ class DecoderRunner:
         self.records_graphs = not config.enforce_eager and (self.device.type == "cuda" or by_calls)
         # Qwen3-VL's layers get a share of encoder outputs, which no recording has.
         self._replays_prompts = self.spec.encoder_width == self.spec.hidden_size
-        most = config.max_num_batched_tokens if self._replays_prompts else config.max_num_seqs
+        only_decodes = self.device.type == "cuda" and not self._replays_prompts
+        most = config.max_num_seqs if only_decodes else config.max_num_batched_tokens
         self.graph_sizes = graph_sizes(self.device, config.max_num_seqs, most)
         self.graphs: DecodeGraphs | None = None
         self._cross: CrossBatch | None = None
@@ -116,7 +117,7 @@ class DecoderRunner:
         self.caches: list[torch.Tensor] = []
 
     def allocate(self, memory: MemoryReport) -> None:
-        """Allocate pools of the given sizes, and record decode steps."""
+        """Allocate pools of the given sizes, and record steps."""
         self.memory = memory
         self.num_blocks = memory.kv_cache // self.block_bytes + 1  # block 0 is never handed out
         shape = (2, self.num_blocks, self.block_size, self.spec.num_kv_heads, self.spec.head_dim)
@@ -134,7 +135,7 @@ class DecoderRunner:
         return slots * self.spec.num_kv_heads * self.spec.head_dim * self.dtype.itemsize
 
     def record_graphs(self, recorder: Recorder) -> None:
-        """Let decode steps be replayed from now on, where the model and the attention backend can be recorded."""
+        """Let steps be replayed from now on, where the model and the attention backend can be recorded."""
         began_s = time.monotonic()
         try:
             self.graphs = DecodeGraphs.record(self.graph_parts(), self.graph_sizes, recorder)
@@ -148,7 +149,7 @@ class DecoderRunner:
         return CudaRecorder(self.device) if self.device.type == "cuda" else CallRecorder()
 
     def graph_parts(self) -> GraphParts:
-        """Return the parts of a recorded decode step, over the present caches."""
+        """Return the parts of a recorded step, over the present caches."""
         return GraphParts(
             self.model,
             self.backend,

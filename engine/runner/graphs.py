@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.telemetry import get_logger
 from engine.attention.backend import AttentionBackend, DecodePlan, PagedAttentionContext, PlanSizes
 from engine.attention.metadata import AttentionMetadata
 from engine.device.recorder import Recorder
@@ -42,6 +43,8 @@ from engine.runner.last_tokens import LastTokens
 from engine.runner.step import MergedRows, merge_embeddings
 from engine.state.inputs import Staging, StepInputs, tile_of
 from engine.state.spec import HeadSpec, IntArray
+
+log = get_logger()
 
 _SMALL_SIZES: Final = (1, 2, 4)
 _SIZE_STEP: Final = 8
@@ -99,11 +102,7 @@ class DecodeGraphs:
         Sizes that the attention backend has no plan for are left out. Raises UnrecordableError where none is left, and
         where one is refused.
         """
-        recordings = []
-        for size in sorted(sizes, reverse=True):
-            recording = _record(parts, size, recorder)
-            if recording is not None:
-                recordings.append(recording)
+        recordings = [one for size in sorted(sizes, reverse=True) if (one := _record(parts, size, recorder))]
         if not recordings:
             name = parts.backend.name
             raise UnrecordableError(f"attention backend {name!r} has no plans at fixed addresses for this model")
@@ -219,8 +218,7 @@ class _Recording:
 
 
 def _record(parts: GraphParts, size: int, recorder: Recorder) -> _Recording | None:
-    """None where the attention backend has no plan for the size. Raises UnrecordableError where the device or a library
-    refuses, and the device can still be used."""
+    """None without a plan, and where prompts are refused. Raises UnrecordableError where decodes are refused."""
     try:
         plans = _make_plans(parts, size)
         return None if plans is None else _Recording(parts, size, *plans, recorder)
@@ -228,7 +226,11 @@ def _record(parts: GraphParts, size: int, recorder: Recorder) -> _Recording | No
         device = parts.caches[0].device
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # raises again where the device is lost
-        raise UnrecordableError(f"a step of {size} was refused: {type(error).__name__}: {error}"[:300]) from error
+        reason = f"a step of {size} was refused: {type(error).__name__}: {error}"[:300]
+        if max_requests(parts, size) is None:
+            raise UnrecordableError(reason) from error
+        log.warning("steps with prompts run eagerly", reason=reason)
+        return None
 
 
 def _make_plans(parts: GraphParts, size: int) -> tuple[DecodePlan, DecodePlan | None] | None:
@@ -237,8 +239,9 @@ def _make_plans(parts: GraphParts, size: int) -> tuple[DecodePlan, DecodePlan | 
 
     def make(max_blocks: int, *, causal: bool) -> DecodePlan | None:
         own, most = replace(heads, biased=("self" if causal else "cross") in spec.biased), max_requests(parts, size)
-        sizes = PlanSizes(size, max_blocks, cache.shape[2], cache.dtype, own, causal, most)
-        return parts.backend.make_decode_plan(sizes)
+        return parts.backend.make_decode_plan(
+            PlanSizes(size, max_blocks, cache.shape[2], cache.dtype, own, causal, most)
+        )
 
     own = make(parts.max_blocks, causal=True)
     cross = make(parts.max_cross_blocks, causal=False) if spec.has_cross_attention else None

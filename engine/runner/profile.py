@@ -2,7 +2,7 @@
 
     prefill   max_num_batched_tokens tokens, the last ones of sequences at full length, whose blocks lie scattered
     logits    of max_num_seqs sequences, sampled with every filter
-    graphs    recorded decode steps, which keep what they use
+    graphs    recorded steps, which keep what they use
 
 A step that would take long is measured smaller and scaled: both parts grow with their number of rows, and the layers
 of a model use the same memory one after the other. So no model is held up for much longer than `TIME_S`.
@@ -108,7 +108,7 @@ def measure_step(runner: DecoderRunner, config: EngineConfig) -> int | None:
 
 
 def measure_graphs(runner: DecoderRunner) -> int:
-    """Return the bytes kept by recorded decode steps, plans included.
+    """Return the bytes kept by recorded steps, plans included.
 
     The largest is recorded, which has the memory that all share, and the one before it: the others add as much again.
     """

@@ -1,4 +1,4 @@
-"""The engine as it runs on a GPU by default (FlashInfer, recorded decode steps, a step ahead), and with FlashInfer
+"""The engine as it runs on a GPU by default (FlashInfer, recorded steps, a step ahead), and with FlashInfer
 alone; what both answer a batch of prompts, and what float32 thinks of it.
 
 To rehearse on a CPU, FlashInfer's kernels are a fake's, and recorded work is done again by calling it.

@@ -4,8 +4,8 @@
     cross    decodes: decode wrapper     prefills: prefill wrapper, not causal     (decodes attend to all their pages)
     masked   prefill wrapper with a custom mask, whatever the kind and phase
 
-Decodes and prefills of a step are two launches for each layer. Which heads a layer has, its scale and its window are
-known when it first asks: then its wrapper is planned for the step, and the other layers of its kind share the plan.
+Decodes and prefills of an eager step are two launches for each layer. A wrapper is planned for a step when the first
+layer of its heads, scale and window asks, and the other layers of its kind share the plan.
 What FlashInfer does not serve (`served.py`) goes to PyTorch's attention, and the log tells once of each reason.
 """
 

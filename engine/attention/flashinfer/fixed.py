@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
 import torch
 
@@ -11,6 +12,9 @@ from engine.attention.flashinfer.paged_batch import PagedBatch, Phase
 from engine.attention.flashinfer.wrappers import Call, DecodeWrapper, PrefillWrapper, Workspace
 from engine.attention.metadata import AttentionMetadata, cross_plans_reused, is_same_batch
 from engine.state.spec import IntArray
+
+MAX_KEYS: Final = 2**16
+"""Of a request beside prompts, read in one piece: with more, a replayed step would take longer than an eager one."""
 
 
 class FlashInferDecodePlan(DecodePlan):
@@ -23,8 +27,9 @@ class FlashInferDecodePlan(DecodePlan):
 
     def __init__(self, workspace: Workspace, sizes: PlanSizes) -> None:
         rows, whole = sizes.max_requests or sizes.num_tokens, -(-sizes.num_tokens // sizes.block_size)
-        super().__init__(replace(sizes, max_blocks=max(sizes.max_blocks, whole)))  # all tokens may be of one request
         self.takes_prompts = sizes.max_requests is not None
+        most = min(MAX_KEYS // sizes.block_size, sizes.max_blocks) if self.takes_prompts else sizes.max_blocks
+        super().__init__(replace(sizes, max_blocks=max(most, whole)))  # all tokens may be of one request, the padding
         self._phase: Phase = "prefill" if self.takes_prompts else "decode"
         self._workspace = workspace
         lengths = rows + 1, rows + 1, rows * self.sizes.max_blocks, rows
@@ -50,7 +55,7 @@ class FlashInferDecodePlan(DecodePlan):
         window for the first time.
         """
         if self._batch is None:
-            raise RuntimeError("a decode plan runs only after an update has told it a batch")
+            raise RuntimeError("a plan runs only after an update has told it a batch")
         sizes = self.sizes
         window = window if sizes.causal else None
         wrapper = self._wrappers.get((scale, window))

@@ -5,10 +5,9 @@ the wrapper's own, copied to the device in the order of the stream. An event beh
 overwriting a buffer that is not copied yet. By then the step before has been launched, and this copy stands at its
 beginning, so that nobody waits for long for it.
 
-What we give a plan is pinned, and so are lengths that it would work out itself. Two things are FlashInfer's own. A plan
+What we give a plan is pinned, and so are lengths that it would work out itself. One thing is FlashInfer's own: a plan
 of decodes outside of CUDA graphs copies 0, 1, 2 … from pageable memory, which may wait for the stream and with it for
-the step before. Steps with prompts and decodes do, and all decodes where nothing is recorded. And before 0.7.1 plans
-for tensor cores find the longest request one element of a tensor after the other (microseconds for each request).
+the step before.
 
 Decodes under a mask are planned as prefills: the wrapper of decodes knows none. A kernel packs the bits of a mask, and
 reads lengths on the device: such a plan waits for it.
@@ -37,7 +36,7 @@ WORKSPACE_BYTES: Final = 384 * 2**20
 RAGGED_WORKSPACE_BYTES: Final = 2**20
 """Encoders' sequences are computed in one piece each."""
 FIXED_PLAN_BYTES: Final = 2**20
-"""For the plan of a graph's decodes, instead of 8 MiB: a few thousand pieces of work, 17 bytes each."""
+"""For a graph's plan, instead of 8 MiB: a few thousand pieces of work, 17 bytes each."""
 LAYOUT: Final = "NHD"
 KERNELS: Final = "fa2"
 _CTAS_PER_SM: Final = 2
@@ -63,7 +62,8 @@ class Workspace:
 
 @dataclass(frozen=True)
 class Call:
-    """Parameters of a plan over pages, beside the batch. `scale` None is 1 / sqrt(head_dim)."""
+    """Parameters of a plan over pages, beside the batch. `scale` None is 1 / sqrt(head_dim); `window` counts the
+    query's own key."""
 
     phase: Phase
     causal: bool
@@ -73,11 +73,6 @@ class Call:
     scale: float | None
     window: int | None
     masked: bool = False
-
-    @property
-    def window_left(self) -> int:
-        """Number of visible keys before the query's own; -1 for all."""
-        return -1 if self.window is None else self.window - 1
 
 
 def fixed_decode_bytes(num_requests: int, heads: HeadSpec, device: torch.device) -> int:
@@ -164,7 +159,7 @@ class DecodeWrapper(PagedWrapper):
             call.heads.num_kv_heads,
             call.heads.head_dim,
             call.block_size,
-            window_left=call.window_left,
+            window_left=(call.window or 0) - 1,
             q_data_type=call.dtype,
             kv_data_type=call.dtype,
             sm_scale=call.scale,
@@ -195,7 +190,7 @@ class PrefillWrapper(PagedWrapper):
             call.block_size,
             causal=call.causal,
             sm_scale=call.scale,
-            window_left=call.window_left,
+            window_left=(call.window or 0) - 1,
             q_data_type=call.dtype,
             kv_data_type=call.dtype,
             seq_lens=pages.num_keys,

@@ -295,6 +295,20 @@ def test_a_plan_of_prompts_refuses_tokens_that_see_later_ones() -> None:
     assert not plan.update(padded(paged.metadata(ranges), 8, 3))
 
 
+def test_a_plan_of_prompts_refuses_a_request_that_is_too_long_to_be_read_in_one_piece(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.attention.flashinfer.fixed.MAX_KEYS", 40)
+    backend, sizes = make_backend(), PlanSizes(8, 99, 4, torch.bfloat16, HeadSpec(2, 2, 64), True, 3)
+    plan, decodes = (backend.make_decode_plan(replace(sizes, max_requests=most)) for most in (3, None))
+    assert plan is not None
+    assert decodes is not None
+    for keys in (40, 41):
+        paged = Paged(Shape([(1, keys)], 4, 2, 1, 64, causal=True), torch.bfloat16, 0)
+        assert plan.update(padded(paged.metadata(), 8, 3)) == (keys == 40)
+        assert decodes.update(padded(paged.metadata(), 8))
+
+
 @pytest.mark.parametrize("backend", fixed_backends(), ids=lambda backend: backend.name)
 def test_a_plan_at_fixed_addresses_reads_ranges_that_begin_with_the_first_key(backend: AttentionBackend) -> None:
     paged = written(Shape([(1, 30), (1, 9), (1, 12)], 4, 2, 2, 64, causal=False), 0)

@@ -1,4 +1,4 @@
-"""Decode steps that were recorded and are replayed say what eager ones say, whatever the batch does meanwhile.
+"""Steps that were recorded and are replayed say what eager ones say, whatever the batch does meanwhile.
 
 Without a GPU, recorded work is done again by calling it: buffers at fixed addresses, padding and the choice between
 both paths are the same ones. With a GPU (marked `gpu`), CUDA graphs are recorded.
@@ -31,6 +31,7 @@ from tests.engine.device.test_h2d import DEVICES, needs_gpu
 from tests.engine.driving import Driver, Job, greedy, make_engine, run, sampled, text, text_tokens
 from tests.fake_flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
 from tests.fake_flashinfer.installed import flashinfer_on_cpu
+from tests.fake_flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from tests.plain_recorder import PlainRecorder
 from tests.tiny.mllama import make_mllama
 
@@ -232,7 +233,7 @@ def replays_in(driver: Driver, job: Job) -> list[bool]:
     return replayed
 
 
-def test_prompts_are_computed_eagerly_and_decodes_are_replayed(tiny_llama: ModelInfo) -> None:
+def test_where_a_backend_has_no_plan_for_prompts_decodes_alone_are_replayed(tiny_llama: ModelInfo) -> None:
     driver = Driver(recorded(tiny_llama, max_num_batched_tokens=4))
     assert replays_in(driver, text("chunks", 10, greedy(4))) == [False] * 3 + [True] * 3
 
@@ -344,7 +345,7 @@ def test_where_flashinfer_refuses_a_plan_of_decodes_steps_run_eagerly(
     original = getattr(wrapper, call)
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("use_cuda_graph") or getattr(self, "_use_cuda_graph", False):
+        if (len(args) > 2 and args[2] is True) or getattr(self, "_use_cuda_graph", False):
             raise ValueError("The batch size should be fixed in cudagraph mode")
         original(self, *args, **kwargs)
 
@@ -356,6 +357,28 @@ def test_where_flashinfer_refuses_a_plan_of_decodes_steps_run_eagerly(
         engine = recorded(info, attention_backend="flashinfer")
         assert engine.runner.graphs is None
         assert run_staggered(engine, jobs).tokens == expected
+
+
+def test_where_flashinfer_refuses_a_plan_of_prompts_decodes_are_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep = BatchPrefillWithPagedKVCacheWrapper._keep
+
+    def refuse(self: Any, arrays: tuple[torch.Tensor, ...], disable_split_kv: bool) -> None:
+        if int(arrays[0][-1]) > 200:
+            raise ValueError("no room for so many rows")
+        keep(self, arrays, disable_split_kv)
+
+    monkeypatch.setattr(BatchPrefillWithPagedKVCacheWrapper, "_keep", refuse)
+    info = served_by_flashinfer(tmp_path, "llama")
+    jobs = mixed_jobs(info)
+    expected = run_staggered(eager(info), jobs).tokens
+    with flashinfer_on_cpu():
+        engine = recorded(info, attention_backend="flashinfer")
+        assert run_staggered(engine, jobs).tokens == expected
+    assert graphs_of(engine).sizes[-3:] == [96, 128, 192]
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("steps with prompts run eagerly") == 5
 
 
 def test_what_a_start_measures_is_measured_without_graphs_that_are_refused(
