@@ -74,15 +74,13 @@ class PrefillPace:
         prompts = zip(step.sequences[rows:], step.num_tokens[rows:], strict=True)
         context = max(sequence.num_computed_tokens - count for sequence, count in prompts)
         token_s = self._token_s.at(context)
+        rows_s = self._rows_s.at(rows) if rows else None
         if launch_s:
             self._launch_s.add(0, launch_s)
-        if not rows:
-            if token_s is None:
-                self._token_s.add(context, max((seconds - launch_s) / tokens, _LEAST_TOKEN_S))
-            return
-        rows_s = self._rows_s.at(rows)
-        if launch_s:
-            self._token_s.add(context, max((seconds - max(launch_s, rows_s or 0.0)) / tokens, _LEAST_TOKEN_S))
+        if launch_s or not rows:
+            if rows or token_s is None:
+                others_s = max(launch_s, rows_s or 0.0)
+                self._token_s.add(context, max((seconds - others_s) / tokens, _LEAST_TOKEN_S))
             return
         if rows_s is None or token_s is None:
             return
