@@ -169,10 +169,8 @@ def _of_encoder(info: ModelInfo, dtype: str) -> Iterator[Kernel]:
 
 
 def _specification(kernel: Kernel) -> Any:
-    """FlashInfer's description of the library, by the same words with which its wrappers ask for it.
-
-    Since 0.7 wrappers load a library of their own for prefills: of keys and values that lie alike, as ours do.
-    """
+    """FlashInfer's description of the library, by the same words with which its wrappers ask for it: for prefills that
+    of keys and values that lie alike, as ours do."""
     from flashinfer.jit.attention import modules
 
     if not kernel.dtype:
@@ -182,8 +180,7 @@ def _specification(kernel: Kernel) -> Any:
     sizes = (kernel.head_dim, kernel.head_dim, _NO_POSITIONS, kernel.window, False)
     if kernel.kind == "decode":
         return modules.gen_batch_decode_module(*types, *sizes)
-    make_prefill = getattr(modules, "_gen_batch_prefill_primary_module", modules.gen_batch_prefill_module)
-    return make_prefill("fa2", *types, *sizes, False)
+    return modules._gen_batch_prefill_primary_module("fa2", *types, *sizes, False)
 
 
 if __name__ == "__main__":

@@ -76,9 +76,9 @@ class Call:
 
 
 def fixed_decode_bytes(num_requests: int, heads: HeadSpec, device: torch.device) -> int:
-    """Return the workspace bytes of a graph's decode plan for partial results, counted as by `PrefillPlan` in
-    FlashInfer's scheduler.cuh for groups of up to a tile's rows; since 0.7.1 as much for the whole group, with 0.7.4
-    nothing for more requests than are divided. Plans on vector units need some MiB at most."""
+    """Return the most workspace bytes that a graph's decode plan takes for partial results: what `PrefillPlan` in
+    FlashInfer's scheduler.cuh counts, or more; with 0.7.4 nothing is taken for more requests than are divided. Plans on
+    vector units need some MiB at most."""
     if not needs_tensor_cores(heads.num_heads, heads.num_kv_heads):
         return 0
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

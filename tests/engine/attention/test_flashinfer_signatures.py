@@ -59,7 +59,7 @@ def test_the_real_package_takes_every_call_of_the_fake(file: str) -> None:
     for name in USED[file]:
         real = {key: parameters(function) for key, function in functions(source / file, name)}
         assert real
-        if (plan := real.pop(f"{name}._plan_impl", None)) is not None:  # since 0.6.15 a plan passes its options on
+        if (plan := real.pop(f"{name}._plan_impl", None)) is not None:  # a plan passes its options on
             real[f"{name}.plan"] = real[f"{name}.plan"][0], plan[1]
         for key, function in functions(FAKE / file, name):
             by_position, keywords = parameters(function)
