@@ -71,7 +71,7 @@ async def run_turn(
 ) -> None:
     """Run so many streams beside so many clients with images of `size` pixels a side, for `seconds`.
 
-    The images come at `rate` a second, or each as soon as the client's last one is answered.
+    The images, made on threads, come at `rate` a second, or each as soon as the client's last one is answered.
     """
     began_s = time.perf_counter()
     ends_s = began_s + seconds
@@ -79,10 +79,7 @@ async def run_turn(
     async def repeat(content: Callable[[], Any], max_tokens: int, outcomes: list[Outcome], every_s: float) -> None:
         due_s = began_s
         while time.perf_counter() < ends_s:
-            request = _request(
-                client, model, await asyncio.to_thread(content), max_tokens
-            )  # images of 8k take a second
-            outcome = await client.ask(request)
+            outcome = await client.ask(_request(client, model, await asyncio.to_thread(content), max_tokens))
             if outcome.status != 200:
                 raise typer.BadParameter(f"the server answered {outcome.status}: {outcome.error}")
             outcomes.append(outcome)
