@@ -7,14 +7,11 @@ the bundled model is trained, and its choices are further apart than that.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from common.keys import bearer, cluster_token
 from common.model_info import BUNDLED
 from engine.llm import LLM
 from tests.equality.cases import MAX_TOKENS, Case, CasesOf, FolderOf
@@ -22,6 +19,7 @@ from tests.equality.runs import answer_all
 from tests.equality.served import Served, serve
 from tests.gpu import fast_path
 from tests.gpu.device import DEVICE, needs_gpu
+from tools.soak.leak_check import samples
 
 pytestmark = [*needs_gpu, pytest.mark.cluster]
 POOLS = {"kv_cache_bytes": 32 * 2**20, "encoder_cache_bytes": 8 * 2**20, "swap_bytes": 0, "memory_fraction": 0.2}
@@ -71,7 +69,7 @@ async def check(
 
 def ways(served: Served) -> set[str]:
     """The transports by which tensors went from worker to worker."""
-    workers = [one for one in served.cluster.instances.values() if one.role != "proxy"]
-    headers = {"Authorization": bearer(cluster_token(served.cluster.supervisor.plan.settings) or "")}
-    told = [httpx.get(f"{one.http_address}/metrics", headers=headers).raise_for_status().text for one in workers]
-    return set(re.findall(r'^triptych_tensors_sent_total{outcome="([^"]*)"', "".join(told), re.MULTILINE))
+    settings, told = served.cluster.supervisor.plan.settings, []
+    for instance in served.cluster.instances.values():
+        told += samples(instance, settings)
+    return {sample.labels["outcome"] for sample in told if sample.name == "triptych_tensors_sent_total"}

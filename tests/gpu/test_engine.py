@@ -41,8 +41,8 @@ def test_log_probabilities_stray_no_further_than_a_cpus(
     llm = LLM(folder, device=DEVICE, dtype=dtype, memory_fraction=0.2, **fast_path.flashinfer_for(dtype))
     fast_path.check_encoder(llm)
     ours = np.abs(logprobs(llm, cases) - exact)
-    assert 0 < ours.mean() <= MEAN_FACTOR * rounding.mean(), f"a CPU in {dtype} strays by {rounding.mean()} on average"
-    assert ours.max() <= MAX_FACTOR * rounding.max(), f"a CPU in {dtype} strays by {rounding.max()} at most"
+    assert ours.mean() > 0, "as from a copy"
+    check_strayed(ours, rounding)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -66,8 +66,8 @@ def test_the_fast_path_answers_as_the_plain_one(family: str, folder_of: FolderOf
     rounding = fast_path.errors([half_of[0].logprobs for half_of in half], exact, 0)
     for which, answers in enumerate((expected, told)):
         error = fast_path.errors([one.logprobs for one in answers], exact, which)
-        assert 0 < error.mean() <= MEAN_FACTOR * rounding.mean(), f"a CPU strays by {rounding.mean()} on average"
-        assert error.max() <= MAX_FACTOR * rounding.max(), f"a CPU strays by {rounding.max()} at most"
+        assert error.mean() > 0, "as from a copy"
+        check_strayed(error, rounding)
     for got in (ahead, told):
         for mine, theirs, known in zip(got, expected, exact, strict=True):
             for prompt, position in fast_path.differences(mine.tokens, theirs.tokens):
@@ -94,6 +94,12 @@ def test_the_bundled_model_answers_as_in_float32(dtype: str, cases_of: CasesOf) 
     fast_path.check_encoder(llm)
     assert answer_all(llm, cases, MAX_TOKENS["signpost"]) == expected_of(cases)
     assert answer_all(llm, cases, MAX_TOKENS["signpost"], steps_between=2) == expected_of(cases)
+
+
+def check_strayed(strayed: npt.NDArray[np.float64], rounding: npt.NDArray[np.float64]) -> None:
+    """Log-probabilities stray from float32 no further than in half precision by PyTorch alone."""
+    assert strayed.mean() <= MEAN_FACTOR * rounding.mean(), f"PyTorch strays by {rounding.mean()} on average"
+    assert strayed.max() <= MAX_FACTOR * rounding.max(), f"PyTorch strays by {rounding.max()} at most"
 
 
 def comparable(cases: Sequence[Case]) -> list[Case]:

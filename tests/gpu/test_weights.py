@@ -16,7 +16,7 @@ from tests.equality.adapters import make_adapters, mixed_cases
 from tests.equality.cases import Case, CasesOf, FolderOf, ReferenceOf
 from tests.gpu import fast_path
 from tests.gpu.device import needs_gpu
-from tests.gpu.test_engine import MAX_FACTOR, MEAN_FACTOR, logprobs
+from tests.gpu.test_engine import check_strayed, logprobs
 
 pytestmark = needs_gpu
 DTYPE = "bfloat16"
@@ -57,5 +57,5 @@ def test_rows_of_many_adapters_share_steps(folder_of: FolderOf, reference_of: Re
 def check(llm: LLM, half: LLM, sure: LLM, cases: Sequence[Case]) -> None:
     exact = logprobs(sure, cases)
     rounding, ours = (np.abs(logprobs(one, cases) - exact) for one in (half, llm))
-    assert 0 < ours.mean() <= MEAN_FACTOR * rounding.mean(), f"a CPU in {DTYPE} strays by {rounding.mean()} on average"
-    assert ours.max() <= MAX_FACTOR * rounding.max(), f"a CPU in {DTYPE} strays by {rounding.max()} at most"
+    assert ours.mean() > 0, "as from a copy"
+    check_strayed(ours, rounding)

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoConfig, GenerationConfig, GenerationMixin
 
 from tests.equality.cases import Case
-from tests.gpu.test_engine import MARGIN_FACTOR, MAX_FACTOR, MEAN_FACTOR
+from tests.gpu.test_engine import MARGIN_FACTOR, check_strayed
 
 DEVICE: Final = os.environ.get("TEST_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
 TOY: Final = DEVICE == "cpu" and not os.environ.get("REAL_SIZES")
@@ -74,9 +74,7 @@ class Known:
         """`got` are those of all tokens of all answers."""
         tokens = [torch.tensor(case.expected) for case in self.cases]
         sure = [scores.gather(1, ids[:, None])[:, 0] for scores, ids in zip(self.scores, tokens, strict=True)]
-        strayed = np.abs(got - torch.cat(sure).double().numpy())
-        assert strayed.mean() <= MEAN_FACTOR * self.rounding.mean()
-        assert strayed.max() <= MAX_FACTOR * self.rounding.max()
+        check_strayed(np.abs(got - torch.cat(sure).double().numpy()), self.rounding)
 
 
 def model_folder(name: str, temporary: Path) -> Path:

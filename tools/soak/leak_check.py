@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from redis import Redis
 
 from common.keys import bearer, cluster_token, own_api_key
@@ -51,16 +52,17 @@ _TIMEOUT_S: Final = 5.0
 
 
 def gauges(instance: Instance, settings: Settings) -> dict[str, float]:
-    """All metrics of one instance that have no labels, by name without the prefix.
+    """All metrics of one instance that have no labels, by name without the prefix; raises as `samples`."""
+    return {one.name.removeprefix("triptych_"): one.value for one in samples(instance, settings) if not one.labels}
 
-    Raises httpx.HTTPError where it does not answer within five seconds.
-    """
+
+def samples(instance: Instance, settings: Settings) -> list[Sample]:
+    """All metrics of one instance. Raises httpx.HTTPError where it does not answer within five seconds."""
     key = own_api_key(settings) if instance.role == "proxy" else cluster_token(settings)
     headers = {} if key is None else {"Authorization": bearer(key)}
     response = httpx.get(f"{instance.http_address}/metrics", headers=headers, trust_env=False, timeout=_TIMEOUT_S)
     families = text_string_to_metric_families(response.raise_for_status().text)
-    samples = [sample for family in families for sample in family.samples if not sample.labels]
-    return {sample.name.removeprefix("triptych_"): sample.value for sample in samples}
+    return [sample for family in families for sample in family.samples]
 
 
 def held(cluster: LocalCluster) -> dict[str, float]:
