@@ -44,7 +44,7 @@ class PlanSizes:
     max_requests: int | None = None
 
 
-class DecodePlan(ABC):
+class FixedPlan(ABC):
     """A plan at fixed addresses, as captured by CUDA graphs. One that `takes_prompts` takes any tokens of a request.
 
     A captured graph replays the same kernels over the same addresses, so what changes from step to step is written
@@ -104,7 +104,7 @@ class AttentionBackend(ABC):
     slot_dtype: torch.dtype = torch.int64
     """The type of slot mappings that `write` takes without a conversion; it takes int64 and int32."""
     calls_kernels: bool = False
-    """Whether what `make_decode_plan` returns runs as calls of `engine.native`, which a CPU can replay."""
+    """Whether what `make_fixed_plan` returns runs as calls of `engine.native`, which a CPU can replay."""
     is_fallback: bool = False
     """Whether another backend would have been taken, had it been able to run here."""
 
@@ -129,7 +129,7 @@ class AttentionBackend(ABC):
         causal attention sees the last `window` keys, its own included (Mistral, Jiang et al., 2023).
         """
 
-    def make_decode_plan(self, sizes: PlanSizes) -> DecodePlan | None:
+    def make_fixed_plan(self, sizes: PlanSizes) -> FixedPlan | None:
         """Return a plan at fixed addresses; None if the backend has none."""
         return None
 
@@ -145,7 +145,7 @@ class AttentionBackend(ABC):
 class PagedAttentionContext:
     """Plans of a step, shared by all layers. Implements `AttentionContext`.
 
-    Plans are the backend's: of `plan` for one step, or of `make_decode_plan` for a CUDA graph. `caches[layer]` serves
+    Plans are the backend's: of `plan` for one step, or of `make_fixed_plan` for a CUDA graph. `caches[layer]` serves
     self- and cross-attention alike, each counting its own layers: a block belongs to one kind of attention, and its
     number indexes the same tensor. `cross_queries`, where given, keeps the queries of cross-attention by layer.
     Without `select`, all rows are read.

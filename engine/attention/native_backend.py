@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from engine.attention.backend import AttentionBackend, DecodePlan, PlanSizes
+from engine.attention.backend import AttentionBackend, FixedPlan, PlanSizes
 from engine.attention.metadata import AttentionMetadata
 from engine.native import ops
 from engine.state.bias import AttentionBias
@@ -26,7 +26,7 @@ class _NativePlan:
     biases: dict[AttentionBias, torch.Tensor] = field(default_factory=dict)
 
 
-class NativeDecodePlan(DecodePlan):
+class NativeFixedPlan(FixedPlan):
     """The arrays of `_NativePlan`, rewritten in place."""
 
     takes_prompts = True
@@ -68,7 +68,7 @@ class NativeBackend(AttentionBackend):
         self,
         query: torch.Tensor,
         cache: torch.Tensor,
-        plan: _NativePlan | NativeDecodePlan,
+        plan: _NativePlan | NativeFixedPlan,
         *,
         scale: float | None = None,
         bias: AttentionBias | None = None,
@@ -86,8 +86,8 @@ class NativeBackend(AttentionBackend):
         ranges = plan.key_ranges[window]
         return ops.paged_attention(_dense_heads(query), cache, plan.tables, plan.requests, ranges, scale, offsets)
 
-    def make_decode_plan(self, sizes: PlanSizes) -> DecodePlan | None:
-        return None if sizes.heads.biased else NativeDecodePlan(sizes)
+    def make_fixed_plan(self, sizes: PlanSizes) -> FixedPlan | None:
+        return None if sizes.heads.biased else NativeFixedPlan(sizes)
 
     def write(self, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         ops.write_cache(cache, _dense_heads(key), _dense_heads(value), slot_mapping)

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from engine.attention.backend import AttentionBackend, DecodePlan, PlanSizes
+from engine.attention.backend import AttentionBackend, FixedPlan, PlanSizes
 from engine.attention.metadata import AttentionMetadata
 
 FEW_TOKENS: Final = 8
@@ -57,8 +57,8 @@ class PhasedBackend(AttentionBackend):
         decodes = self.decode.run(query[: plan.num_decodes], cache, plan.decode, **options)
         return torch.cat((decodes, self.prefill.run(query[plan.num_decodes :], cache, plan.prefill, **options)))
 
-    def make_decode_plan(self, sizes: PlanSizes) -> DecodePlan | None:
-        return self.decode.make_decode_plan(sizes)
+    def make_fixed_plan(self, sizes: PlanSizes) -> FixedPlan | None:
+        return self.decode.make_fixed_plan(sizes)
 
     def write(self, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         self.decode.write(cache, key, value, slot_mapping)

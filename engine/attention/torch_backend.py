@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from engine.attention.backend import AttentionBackend, DecodePlan, PlanSizes
+from engine.attention.backend import AttentionBackend, FixedPlan, PlanSizes
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.torch_fixed import MAX_KEYS, TorchDecodePlan
 from engine.attention.visible import Visible, attend_once, causal_keys, decode_mask, grouped, keys_in_ranges
@@ -88,7 +88,7 @@ class TorchBackend(AttentionBackend):
         self,
         query: torch.Tensor,
         cache: torch.Tensor,
-        plan: _TorchPlan | DecodePlan,
+        plan: _TorchPlan | FixedPlan,
         *,
         scale: float | None = None,
         bias: AttentionBias | None = None,
@@ -108,7 +108,7 @@ class TorchBackend(AttentionBackend):
             out[row.start : row.end] = _run_row(query[row.start : row.end], cache, row, scale)
         return out
 
-    def make_decode_plan(self, sizes: PlanSizes) -> DecodePlan | None:
+    def make_fixed_plan(self, sizes: PlanSizes) -> FixedPlan | None:
         too_many = sizes.num_tokens * sizes.max_blocks * sizes.block_size > MAX_KEYS
         return None if too_many or sizes.max_requests is not None else TorchDecodePlan(sizes, self._device)
 

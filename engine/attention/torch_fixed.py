@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from engine.attention.backend import DecodePlan, PlanSizes
+from engine.attention.backend import FixedPlan, PlanSizes
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.visible import attend_once, decode_mask
 from engine.state.bias import AttentionBias
@@ -17,7 +17,7 @@ MAX_KEYS: Final = 2**18
 """Of a batch, padding included: with more, a replayed step would take longer than the kernels of an eager one."""
 
 
-class TorchDecodePlan(DecodePlan):
+class TorchDecodePlan(FixedPlan):
     """A block table, the number of keys and the position per request; the device derives the mask."""
 
     def __init__(self, sizes: PlanSizes, device: torch.device) -> None:

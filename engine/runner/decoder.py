@@ -29,7 +29,7 @@ from engine.models.registry import load_decoder
 from engine.native.calls import CallRecorder
 from engine.runner.alignment import alignment_heads, first_frames, gather_heads
 from engine.runner.cross import CrossBatch, write_cross
-from engine.runner.graphs import DecodeGraphs, GraphParts, UnrecordableError, graph_sizes
+from engine.runner.graphs import GraphParts, StepGraphs, UnrecordableError, graph_sizes
 from engine.runner.last_tokens import LastTokens
 from engine.runner.moves import move_blocks, read_tokens, slots_of, write_tokens
 from engine.runner.step import (
@@ -109,7 +109,7 @@ class DecoderRunner:
         only_decodes = self.device.type == "cuda" and not self._replays_prompts
         most = config.max_num_seqs if only_decodes else config.max_num_batched_tokens
         self.graph_sizes = graph_sizes(self.device, config.max_num_seqs, most)
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
         self._cross: CrossBatch | None = None
         if self.spec.has_cross_attention:
             in_prompt, biased = not info.is_encoder_decoder, "cross" in self.spec.biased
@@ -138,7 +138,7 @@ class DecoderRunner:
         """Let steps be replayed from now on, where the model and the attention backend can be recorded."""
         began_s = time.monotonic()
         try:
-            self.graphs = DecodeGraphs.record(self.graph_parts(), self.graph_sizes, recorder)
+            self.graphs = StepGraphs.record(self.graph_parts(), self.graph_sizes, recorder)
         except UnrecordableError as reason:
             log.warning("steps run eagerly", reason=str(reason))
             return

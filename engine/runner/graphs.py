@@ -7,7 +7,7 @@ padded up to the next size, and what changes from step to step stands in buffers
     rows        int64 [3 + axes, size]     input ids · slots of LastTokens · slot mapping · positions (M-RoPE: 3 axes)
                 one more for Mllama        whether an input stands at a token or before it
     embeddings  [size, hidden_size]        where the plan takes prompts: encoder outputs take the place of some
-    self plan, cross plan                  the backend's (DecodePlan)
+    self plan, cross plan                  the backend's (FixedPlan)
 
     batch of 3, size 4     a  b  c  pad    padding: token 0 at position 0, one key in block 0, which is nobody's; of an
                                            input it reads nothing
@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from common.telemetry import get_logger
-from engine.attention.backend import AttentionBackend, DecodePlan, PagedAttentionContext, PlanSizes
+from engine.attention.backend import AttentionBackend, FixedPlan, PagedAttentionContext, PlanSizes
 from engine.attention.metadata import AttentionMetadata
 from engine.device.recorder import Recorder
 from engine.models.base import DecoderModel
@@ -87,7 +87,7 @@ class UnrecordableError(Exception):
     """Steps of this model, with this attention backend, are never the same work; the message says why."""
 
 
-class DecodeGraphs:
+class StepGraphs:
     """Recorded steps, by number of tokens. `num_replays` counts replayed steps."""
 
     def __init__(self, recordings: Sequence[_Recording]) -> None:
@@ -96,7 +96,7 @@ class DecodeGraphs:
 
     @classmethod
     @torch.inference_mode()
-    def record(cls, parts: GraphParts, sizes: Sequence[int], recorder: Recorder) -> DecodeGraphs:
+    def record(cls, parts: GraphParts, sizes: Sequence[int], recorder: Recorder) -> StepGraphs:
         """Record a step of each size, the largest first: smaller recordings fit into the same memory.
 
         Sizes that the attention backend has no plan for are left out. Raises UnrecordableError where none is left, and
@@ -140,10 +140,9 @@ class _Recording:
     """Inputs, plans and recorded work of one number of tokens."""
 
     def __init__(
-        self, parts: GraphParts, size: int, self_plan: DecodePlan, cross_plan: DecodePlan | None, recorder: Recorder
+        self, parts: GraphParts, size: int, self_plan: FixedPlan, cross_plan: FixedPlan | None, recorder: Recorder
     ) -> None:
         self.size, self.takes_prompts = size, self_plan.takes_prompts
-        self._num_requests = max_requests(parts, size)
         self._parts, self._self_plan, self._cross_plan = parts, self_plan, cross_plan
         self._has_axes = parts.model.spec.mrope_section is not None
         self._tells_inputs = cross_plan is not None and parts.inputs_in_prompt
@@ -167,7 +166,7 @@ class _Recording:
         if (cross is None) != (self._cross_plan is None):
             return False
         plans = ((self._cross_plan, cross), (self._self_plan, own))
-        fit = partial(padded, size=self.size, num_requests=self._num_requests)
+        fit = partial(padded, size=self.size, num_requests=self._self_plan.sizes.max_requests)
         return all(plan.update(fit(batch)) for plan, batch in plans if plan is not None and batch is not None)
 
     def run(
@@ -233,13 +232,13 @@ def _record(parts: GraphParts, size: int, recorder: Recorder) -> _Recording | No
         return None
 
 
-def _make_plans(parts: GraphParts, size: int) -> tuple[DecodePlan, DecodePlan | None] | None:
+def _make_plans(parts: GraphParts, size: int) -> tuple[FixedPlan, FixedPlan | None] | None:
     spec, cache = parts.model.spec, parts.caches[0]
     heads = HeadSpec.of(spec)
 
-    def make(max_blocks: int, *, causal: bool) -> DecodePlan | None:
+    def make(max_blocks: int, *, causal: bool) -> FixedPlan | None:
         own, most = replace(heads, biased=("self" if causal else "cross") in spec.biased), max_requests(parts, size)
-        return parts.backend.make_decode_plan(
+        return parts.backend.make_fixed_plan(
             PlanSizes(size, max_blocks, cache.shape[2], cache.dtype, own, causal, most)
         )
 

@@ -30,7 +30,7 @@ from engine.cache.encoder_cache import EncoderCacheManager
 from engine.device.memory import DecoderNeeds, MemoryReport, all_pools_given, size_decoder, zeros
 from engine.device.memory_profiler import PeakMemory, extrapolate, one_layer_of_each_stack, release_free_memory
 from engine.runner.decoder import DecoderRunner
-from engine.runner.graphs import DecodeGraphs, UnrecordableError
+from engine.runner.graphs import StepGraphs, UnrecordableError
 from engine.sampling.sampler import Sampler
 from engine.state.inputs import ScheduledStep
 from engine.state.request import InputState, Request, Sequence
@@ -119,7 +119,7 @@ def measure_graphs(runner: DecoderRunner) -> int:
     graphs, held = [], [0]
     for size in reversed(runner.graph_sizes):
         with contextlib.suppress(UnrecordableError):
-            graphs.append(DecodeGraphs.record(parts, [size], recorder))
+            graphs.append(StepGraphs.record(parts, [size], recorder))
             held.append(recorder.size_bytes)
         if len(graphs) == 2:
             break

@@ -38,7 +38,8 @@ BATCHES = {
     "mixed": [(1, 40), (1, 700), (2, 2), (33, 50), (120, 400)],
 }
 BLOCK_SIZE = 16
-MASKED = [case for case in CASES if case.head_dim != 80 and case.dtype != "float32" and case.window is None]
+SERVED = [case for case in CASES if case.head_dim != 80 and case.dtype != "float32"]
+MASKED = [case for case in SERVED if case.window is None]
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +101,7 @@ def test_masks_are_flashinfers(batch: str, case: AttentionCase, kind: str) -> No
 def test_a_recorded_plan_at_fixed_addresses_follows_the_batch(case: AttentionCase, causal: bool) -> None:
     dtype, window, heads = DTYPES[case.dtype], case.window if causal else None, heads_of(case)
     backend = choose_backend(torch.device(DEVICE), dtype, name_for(case), heads)
-    plan = backend.make_decode_plan(PlanSizes(4, 128, BLOCK_SIZE, dtype, heads, causal=causal))
+    plan = backend.make_fixed_plan(PlanSizes(4, 128, BLOCK_SIZE, dtype, heads, causal=causal))
     assert plan is not None, f"{backend.name} has no such plan"
     shapes = [shape_of([(1, count) for count in keys], case, causal) for keys in ((1, 16, 17, 300), (2000, 5, 1, 31))]
     batches = [OnDevice(shape, dtype) for shape in shapes]
@@ -116,13 +117,13 @@ def test_a_recorded_plan_at_fixed_addresses_follows_the_batch(case: AttentionCas
         assert_equal(replay(), paged.expected(window), dtype)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.head_dim != 80 and case.dtype != "float32"], ids=str)
+@pytest.mark.parametrize("case", SERVED, ids=str)
 @pytest.mark.parametrize("causal", [True, False], ids=["self", "cross"])
 def test_a_recorded_plan_of_prompts_follows_the_batch(case: AttentionCase, causal: bool) -> None:
     """Behind the tokens of a step stand those of padding, a request of their own, and requests without any."""
     dtype, window, size, requests = DTYPES[case.dtype], case.window if causal else None, 512, 9
     backend = choose_backend(torch.device(DEVICE), dtype, "flashinfer", heads_of(case))
-    plan = backend.make_decode_plan(PlanSizes(size, 128, BLOCK_SIZE, dtype, heads_of(case), causal, requests))
+    plan = backend.make_fixed_plan(PlanSizes(size, 128, BLOCK_SIZE, dtype, heads_of(case), causal, requests))
     assert plan is not None
     batches = [OnDevice(shape_of(BATCHES[name], case, causal), dtype) for name in BATCHES]
     query = torch.zeros(size, *batches[0].query.shape[1:], dtype=dtype, device=DEVICE)

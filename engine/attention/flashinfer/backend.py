@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from common.telemetry import get_logger
-from engine.attention.backend import AttentionBackend, DecodePlan, PlanSizes
+from engine.attention.backend import AttentionBackend, FixedPlan, PlanSizes
 from engine.attention.flashinfer import wrappers
-from engine.attention.flashinfer.fixed import FlashInferDecodePlan
+from engine.attention.flashinfer.fixed import FlashInferFixedPlan
 from engine.attention.flashinfer.paged_batch import PagedBatch, Phase
 from engine.attention.flashinfer.served import ReasonLog, is_appended, unserved
 from engine.attention.metadata import AttentionMetadata, cross_plans_reused, is_same_batch
@@ -73,16 +73,16 @@ class FlashInferBackend(AttentionBackend):
         self,
         query: torch.Tensor,
         cache: torch.Tensor,
-        plan: list[PagedBatch] | DecodePlan,
+        plan: list[PagedBatch] | FixedPlan,
         *,
         scale: float | None = None,
         bias: AttentionBias | None = None,
         window: int | None = None,
     ) -> torch.Tensor:
-        if isinstance(plan, FlashInferDecodePlan):
+        if isinstance(plan, FlashInferFixedPlan):
             plan.refuse(bias)
             return plan.run(query, cache, scale, window)
-        if isinstance(plan, DecodePlan):
+        if isinstance(plan, FixedPlan):
             return self._torch.run(query, cache, plan, scale=scale, bias=bias, window=window)
         out = query.new_empty(query.shape)
         mask = bias if isinstance(bias, AttentionMask) else None
@@ -128,12 +128,12 @@ class FlashInferBackend(AttentionBackend):
         if batch.blind is not None:
             out.masked_fill_(batch.blind, 0)
 
-    def make_decode_plan(self, sizes: PlanSizes) -> DecodePlan | None:
+    def make_fixed_plan(self, sizes: PlanSizes) -> FixedPlan | None:
         reason = unserved(sizes.heads, sizes.dtype)
         if reason is None:
-            return FlashInferDecodePlan(self._workspace, sizes)
+            return FlashInferFixedPlan(self._workspace, sizes)
         self._reasons.warn(reason)
-        return self._torch.make_decode_plan(sizes)
+        return self._torch.make_fixed_plan(sizes)
 
     def write(self, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         if is_appended(*cache.shape[3:]):

@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from engine.attention.backend import DecodePlan, PlanSizes
+from engine.attention.backend import FixedPlan, PlanSizes
 from engine.attention.flashinfer.paged_batch import PagedBatch, Phase
 from engine.attention.flashinfer.wrappers import Call, DecodeWrapper, PrefillWrapper, Workspace
 from engine.attention.metadata import AttentionMetadata, cross_plans_reused, is_same_batch
@@ -17,7 +17,7 @@ MAX_KEYS: Final = 2**16
 """Of a request beside prompts, read in one piece: with more, a replayed step would take longer than an eager one."""
 
 
-class FlashInferDecodePlan(DecodePlan):
+class FlashInferFixedPlan(FixedPlan):
     """Buffers, and a wrapper planned into the buffers for each scale and window requested by a layer.
 
     FlashInfer launches the same kernels for every batch of so many tokens: how it divides the work among them is data,

@@ -91,7 +91,7 @@ def test_a_recorded_step_refuses_a_bias_that_it_was_not_made_for() -> None:
     if not backend.calls_kernels:
         pytest.skip("the processor or the compiler cannot run the kernels: no step is recorded")
     heads = HeadSpec(num_heads=2, num_kv_heads=2, head_dim=8)
-    plan = backend.make_decode_plan(PlanSizes(1, 1, 4, torch.bfloat16, heads, causal=True))
+    plan = backend.make_fixed_plan(PlanSizes(1, 1, 4, torch.bfloat16, heads, causal=True))
     assert plan is not None
     query, cache = torch.zeros(1, 2, 8).bfloat16(), torch.zeros(2, 1, 4, 2, 8).bfloat16()
     with pytest.raises(ValueError, match=r"names the kind in its spec"):

@@ -255,7 +255,7 @@ def test_plans_at_fixed_addresses_follow_the_batch(
     """One plan, batch after batch; requests without keys stand for padding and for texts without an input."""
     size = 4
     heads = HeadSpec(num_heads=2 * group, num_kv_heads=2, head_dim=64)
-    plan = backend.make_decode_plan(PlanSizes(size, 16, 4, torch.bfloat16, heads, causal=causal))
+    plan = backend.make_fixed_plan(PlanSizes(size, 16, 4, torch.bfloat16, heads, causal=causal))
     assert plan is not None
     for seed in range(3):
         keys = data.draw(st.lists(st.integers(1 if causal else 0, 60), min_size=size, max_size=size))
@@ -271,7 +271,7 @@ def test_plans_at_fixed_addresses_follow_the_batch(
 def test_plans_of_prompts_follow_the_batch(data: st.DataObject, causal: bool, window: int | None) -> None:
     """Up to four requests of any lengths in a plan for 40 tokens: one more has the padding, if there is any."""
     backend, size, most = make_backend(), 40, 5
-    plan = backend.make_decode_plan(PlanSizes(size, 16, 4, torch.bfloat16, HeadSpec(4, 2, 64), causal, most))
+    plan = backend.make_fixed_plan(PlanSizes(size, 16, 4, torch.bfloat16, HeadSpec(4, 2, 64), causal, most))
     assert plan is not None
     for seed in range(3):
         counts = data.draw(st.lists(st.integers(1, 10), min_size=1, max_size=most - 1))
@@ -287,7 +287,7 @@ def test_plans_of_prompts_follow_the_batch(data: st.DataObject, causal: bool, wi
 
 
 def test_a_plan_of_prompts_refuses_tokens_that_see_later_ones() -> None:
-    plan = make_backend().make_decode_plan(PlanSizes(8, 8, 4, torch.bfloat16, HeadSpec(2, 2, 64), True, 3))
+    plan = make_backend().make_fixed_plan(PlanSizes(8, 8, 4, torch.bfloat16, HeadSpec(2, 2, 64), True, 3))
     assert plan is not None
     paged = Paged(Shape([(5, 9)], 4, 2, 1, 64, causal=True), torch.bfloat16, 0)
     ranges = np.array([[0, 9]] * 5, np.int64)
@@ -300,7 +300,7 @@ def test_a_plan_of_prompts_refuses_a_request_that_is_too_long_to_be_read_in_one_
 ) -> None:
     monkeypatch.setattr("engine.attention.flashinfer.fixed.MAX_KEYS", 40)
     backend, sizes = make_backend(), PlanSizes(8, 99, 4, torch.bfloat16, HeadSpec(2, 2, 64), True, 3)
-    plan, decodes = (backend.make_decode_plan(replace(sizes, max_requests=most)) for most in (3, None))
+    plan, decodes = (backend.make_fixed_plan(replace(sizes, max_requests=most)) for most in (3, None))
     assert plan is not None
     assert decodes is not None
     for keys in (40, 41):
@@ -312,7 +312,7 @@ def test_a_plan_of_prompts_refuses_a_request_that_is_too_long_to_be_read_in_one_
 @pytest.mark.parametrize("backend", fixed_backends(), ids=lambda backend: backend.name)
 def test_a_plan_at_fixed_addresses_reads_ranges_that_begin_with_the_first_key(backend: AttentionBackend) -> None:
     paged = written(Shape([(1, 30), (1, 9), (1, 12)], 4, 2, 2, 64, causal=False), 0)
-    plan = backend.make_decode_plan(PlanSizes(3, 8, 4, torch.bfloat16, HeadSpec(4, 2, 64), causal=False))
+    plan = backend.make_fixed_plan(PlanSizes(3, 8, 4, torch.bfloat16, HeadSpec(4, 2, 64), causal=False))
     assert plan is not None
     for bounds in ([[0, 21], [0, 9], [5, 5]], [[0, 4], [0, 0], [0, 12]]):
         ranges = np.array(bounds, np.int64)
@@ -325,7 +325,7 @@ def test_a_plan_at_fixed_addresses_reads_ranges_that_begin_with_the_first_key(ba
 
 @pytest.mark.parametrize("backend", fixed_backends(), ids=lambda backend: backend.name)
 def test_a_plan_at_fixed_addresses_refuses_what_does_not_fit(backend: AttentionBackend) -> None:
-    plan = backend.make_decode_plan(PlanSizes(2, 3, 4, torch.bfloat16, HeadSpec(2, 2, 64), causal=True))
+    plan = backend.make_fixed_plan(PlanSizes(2, 3, 4, torch.bfloat16, HeadSpec(2, 2, 64), causal=True))
     assert plan is not None
     for lens in ([(1, 5)], [(1, 5), (2, 5)], [(1, 5), (1, 13)]):
         assert not plan.update(Paged(Shape(lens, 4, 2, 1, 64, causal=True), torch.bfloat16, 0).metadata())
@@ -333,7 +333,7 @@ def test_a_plan_at_fixed_addresses_refuses_what_does_not_fit(backend: AttentionB
 
 def test_a_plan_at_fixed_addresses_is_kept_for_the_same_cross_batch() -> None:
     backend, paged = make_backend(), written(Shape([(1, 9), (1, 0)], 4, 2, 1, 64, causal=False), 0)
-    plan = backend.make_decode_plan(PlanSizes(2, 3, 4, torch.bfloat16, HeadSpec(2, 2, 64), causal=False))
+    plan = backend.make_fixed_plan(PlanSizes(2, 3, 4, torch.bfloat16, HeadSpec(2, 2, 64), causal=False))
     assert plan is not None
     with pytest.raises(RuntimeError, match="only after an update"):
         backend.run(paged.query, paged.cache, plan)
@@ -347,7 +347,7 @@ def test_a_plan_at_fixed_addresses_is_kept_for_the_same_cross_batch() -> None:
 
 def test_heads_that_are_not_served_have_pytorchs_plan_at_fixed_addresses() -> None:
     backend = make_backend(head_dim=8)
-    plan = backend.make_decode_plan(PlanSizes(2, 4, 4, torch.bfloat16, HeadSpec(4, 2, 8), causal=True))
+    plan = backend.make_fixed_plan(PlanSizes(2, 4, 4, torch.bfloat16, HeadSpec(4, 2, 8), causal=True))
     assert plan is not None
     paged = Paged(Shape([(1, 9), (1, 4)], 4, 2, 2, 8, causal=True), torch.bfloat16, 0)
     backend.write(paged.cache, paged.key, paged.value, paged.slots)
@@ -359,7 +359,7 @@ def test_heads_that_are_not_served_have_pytorchs_plan_at_fixed_addresses() -> No
 @pytest.mark.parametrize(("size", "in_one_piece"), [(2, False), (64, True), (128, True)])
 def test_a_graph_of_more_requests_than_the_workspace_has_room_for_divides_none(size: int, in_one_piece: bool) -> None:
     backend, heads = make_backend(), HeadSpec(num_heads=16, num_kv_heads=2, head_dim=64)
-    plan = backend.make_decode_plan(PlanSizes(size, 8, 16, torch.bfloat16, heads, causal=True))
+    plan = backend.make_fixed_plan(PlanSizes(size, 8, 16, torch.bfloat16, heads, causal=True))
     paged = written(Shape([(1, 20 + number % 30) for number in range(size)], 16, 2, 8, 64, causal=True), 0)
     assert plan is not None
     assert plan.update(paged.metadata())
@@ -378,7 +378,7 @@ def test_the_workspace_of_a_gpu_has_room_for_graphs_of_common_sizes() -> None:
 
 
 def test_pytorch_has_no_plan_at_fixed_addresses_for_very_long_tables() -> None:
-    assert TorchBackend().make_decode_plan(PlanSizes(256, 8192, 16, torch.float32, SERVED, causal=True)) is None
+    assert TorchBackend().make_fixed_plan(PlanSizes(256, 8192, 16, torch.float32, SERVED, causal=True)) is None
 
 
 @pytest.mark.parametrize(

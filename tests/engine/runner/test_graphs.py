@@ -22,7 +22,7 @@ from engine.cache.encoder_cache import EncoderCacheManager
 from engine.core.decoder_engine import DecoderEngine
 from engine.runner import profile
 from engine.runner.decoder import StepOutput
-from engine.runner.graphs import DecodeGraphs, GraphParts, _make_plans, graph_sizes
+from engine.runner.graphs import GraphParts, StepGraphs, _make_plans, graph_sizes
 from engine.runner.last_tokens import LastTokens
 from engine.state.inputs import ScheduledStep, StepInputs
 from tests import tiny_models
@@ -62,7 +62,7 @@ def recorded(info: ModelInfo, **options: Any) -> DecoderEngine:
     return engine
 
 
-def graphs_of(engine: DecoderEngine) -> DecodeGraphs:
+def graphs_of(engine: DecoderEngine) -> StepGraphs:
     assert engine.runner.graphs is not None
     return engine.runner.graphs
 
@@ -160,9 +160,8 @@ def test_plans_of_flashinfer_are_replayed(tmp_path: Path, family: str) -> None:
         engine = recorded(info, attention_backend="flashinfer")
         assert run_staggered(engine, jobs).tokens == expected.tokens
     assert graphs_of(engine).num_replays > 10
-    steps = engine.stats()["steps_total"]
     if family != "mllama":  # whose tokens see other pictures than those before them
-        assert graphs_of(engine).num_replays == steps
+        assert graphs_of(engine).num_replays == engine.stats()["steps_total"]
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -303,7 +302,7 @@ def test_texts_alone_are_replayed_by_a_model_that_reads_pictures(tiny_mllama: Mo
 
 
 def test_backends_without_fixed_plans_run_eagerly(tiny_llama: ModelInfo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.attention.torch_backend.TorchBackend.make_decode_plan", lambda *_, **__: None)
+    monkeypatch.setattr("engine.attention.torch_backend.TorchBackend.make_fixed_plan", lambda *_, **__: None)
     engine = recorded(tiny_llama)
     assert engine.runner.graphs is None
     assert run(engine, [text("eager", 5, greedy(3))]).tokens["eager", 0]
@@ -481,7 +480,7 @@ def test_positions_bias_the_recorded_self_attention_alone() -> None:
     )
     parts = SimpleNamespace(
         model=SimpleNamespace(spec=spec),
-        backend=SimpleNamespace(make_decode_plan=make, calls_kernels=False),
+        backend=SimpleNamespace(make_fixed_plan=make, calls_kernels=False),
         last_tokens=LastTokens(1, CPU),
         caches=[torch.empty(2, 3, 4, 2, 64)],
         max_blocks=3,
