@@ -29,7 +29,7 @@ async def responses(service: Service, context: RequestContext) -> AsyncGenerator
     try:
         answer = await begin_answer(service, context, chat)
     except TriptychError as error:
-        raise renamed(error) from error
+        raise renamed(error) from None
     response = _Response(service, body, chat, answer, int(context.created_s))
     async with aclosing(answer.source.deltas()) as deltas:
         if not body.stream:

@@ -110,16 +110,18 @@ class ResponsesRequest(BaseModel):
         except ValidationError as error:
             raise renamed(from_validation(error)) from error
         except TriptychError as error:
-            raise renamed(error) from error
+            raise renamed(error) from None
 
 
 def renamed(error: TriptychError) -> TriptychError:
-    """Return an error about a chat with this endpoint's name of the field."""
-    param = error.info.param or ""
+    """Return an error about a chat with this endpoint's name of the field; an error about no field unchanged."""
+    param = error.info.param
+    if param is None:
+        return error
     names = {"response_format": "text.format", "max_completion_tokens": "max_output_tokens"}
     names |= {"reasoning_effort": "reasoning.effort"}
     new = "input" if param.startswith("messages") else names.get(param, param.replace(".function.", "."))
-    return TriptychError(error.info.code, error.info.message.replace(param, new) if param else error.info.message, new)
+    return TriptychError(error.info.code, error.info.message.replace(param, new), new)
 
 
 def messages_of(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -180,6 +180,18 @@ async def test_who_would_wait_too_long_is_refused_before_its_media_are_fetched(s
             ticket.release()
 
 
+async def test_a_response_that_would_wait_too_long_is_told_for_how_long_as_a_chat_is(serve):
+    async with serve(max_queue_s=2.0) as rig:
+        waiting = _overload(rig.service.lines["media"])
+        content = [{"type": "input_image", "image_url": "http://192.0.2.1/never-asked.png"}]
+        with pytest.raises(openai.RateLimitError, match="max_queue_s") as caught:
+            await rig.client.responses.create(model=rig.model, input=[{"role": "user", "content": content}])
+        assert int(caught.value.response.headers["retry-after"]) == 12
+        assert caught.value.param is None
+        for ticket in waiting:
+            ticket.release()
+
+
 async def test_a_chat_with_a_speech_model_is_refused_before_its_body_has_come(serve, whisper_model):
     async with serve(whisper_model.folder, max_queue_s=2.0) as rig, connections(rig, 1) as [(reader, writer)]:
         waiting = _overload(rig.service.lines["media"])
