@@ -58,6 +58,8 @@ class Service:
     """Called when the connection to the cluster cannot go on (`pool.failure`): another process should start."""
     lines: dict[LineName, QueueDelayLimiter] = field(init=False)
     """Text alone does not wait for encoders, so that both queues move at different rates."""
+    chat_lines: tuple[LineName, ...] = field(init=False)
+    """Queues that a conversation may join."""
     started_s: float = field(default_factory=time.time)
     model_names: tuple[str, ...] = field(init=False)
     """Names by which requests may call the model; answers have the first."""
@@ -85,6 +87,9 @@ class Service:
         self.responses = ResponseStore(settings.response_store_bytes)
         self.dialect = choose(self.text.chat_template, settings.tool_call_parser, settings.reasoning_parser)
         self.transcribes = self.info.is_encoder_decoder and self.info.media_kind == "audio"
+        self.chat_lines = ("text",)
+        if self.info.media_kind is not None:
+            self.chat_lines = ("media",) if self.transcribes else ("text", "media")
 
     @property
     def model_name(self) -> str:

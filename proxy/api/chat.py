@@ -29,7 +29,7 @@ from proxy.dispatch.text_stream import Choice, Delta, TextStream, best
 from proxy.media.intake import MediaSource
 from proxy.server.limits import RequestTickets
 from proxy.server.request_context import Json, Payload, RequestContext, Sse
-from proxy.service import LineName, Service
+from proxy.service import Service
 
 _PLACEHOLDERS: Final[dict[str, dict[str, str]]] = {
     "image_url": {"type": "image"},
@@ -50,8 +50,7 @@ _KINDS: Final[dict[str, MediaKind]] = {
 
 async def chat_completions(service: Service, context: RequestContext) -> AsyncGenerator[Payload]:
     """Answer one chat request, whole or as a stream."""
-    lines: tuple[LineName, ...] = ("text",) if service.info.media_kind is None else ("text", "media")
-    service.check_lines(*(("media",) if service.transcribes else lines))
+    service.check_lines(*service.chat_lines)
     body = await parse(ChatRequest, context)
     service.check_model(body.model)
     answer = await begin_answer(service, context, body)

@@ -15,13 +15,12 @@ from proxy.api.responses.output import Event, ResponseOutput, new_id
 from proxy.api.responses.request import ResponsesRequest, messages_of, renamed
 from proxy.dispatch.text_stream import Delta, Usage
 from proxy.server.request_context import Json, Payload, RequestContext, Sse
-from proxy.service import LineName, Service
+from proxy.service import Service
 
 
 async def responses(service: Service, context: RequestContext) -> AsyncGenerator[Payload]:
     """Answer one request by the path of chats."""
-    lines: tuple[LineName, ...] = ("text",) if service.info.media_kind is None else ("text", "media")
-    service.check_lines(*lines)
+    service.check_lines(*service.chat_lines)
     body = await parse(ResponsesRequest, context)
     service.check_model(body.model)
     earlier = [] if body.previous_response_id is None else service.responses.messages(body.previous_response_id)

@@ -192,10 +192,11 @@ async def test_a_response_that_would_wait_too_long_is_told_for_how_long_as_a_cha
             ticket.release()
 
 
-async def test_a_chat_with_a_speech_model_is_refused_before_its_body_has_come(serve, whisper_model):
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+async def test_a_chat_with_a_speech_model_is_refused_before_its_body_has_come(serve, whisper_model, path):
     async with serve(whisper_model.folder, max_queue_s=2.0) as rig, connections(rig, 1) as [(reader, writer)]:
         waiting = _overload(rig.service.lines["media"])
-        writer.write(head("/v1/chat/completions", 1000))
+        writer.write(head(path, 1000))
         async with asyncio.timeout(10):
             assert b" 429 " in await reader.readline()
         for ticket in waiting:
