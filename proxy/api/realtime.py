@@ -145,7 +145,7 @@ class Session:
         self._listener = LiveAudio(_TurnDetection(type="server_vad").voice)
         self._open: _Segment | None = None
         self._committed: deque[_Segment] = deque()
-        self._last_id: str | None = None
+        self._last_id: str | None = None  # committed
         self._arrived_s = 0.0
         self._held = Reservation(service.admission.budget)
         self._changed = asyncio.Event()
@@ -270,8 +270,7 @@ class Session:
             turn = self._listener.hear(pcm[begin : begin + STEP_BYTES])
             if turn == "started" or (self._listener.voice is None and self._open is None):
                 self._open = _Segment(self._last_id, self._listener.start)
-                self._last_id = self._open.id
-            about = {"item_id": self._last_id}
+            about = {"item_id": None if self._open is None else self._open.id}
             if turn == "started":
                 at_ms = self._listener.start * 1000 // BYTES_PER_S
                 await self._send("input_audio_buffer.speech_started", audio_start_ms=at_ms, **about)

@@ -206,6 +206,16 @@ async def test_what_is_cleared_is_not_told(speech_rig, caller):
     await speech_rig.assert_clean()
 
 
+@pytest.mark.parametrize("settings", [MANUAL, {"type": "transcription"}])
+async def test_what_is_cleared_stands_before_no_other_item(speech_rig, caller, no_guesses, settings):
+    await caller.send("session.update", session=settings)
+    for end in ("commit", "clear", "commit"):
+        await caller.append(silence(1) + speech(1))
+        await caller.send(f"input_audio_buffer.{end}")
+    first, second = [await caller.until("input_audio_buffer.committed") for _ in range(2)]
+    assert (first["previous_item_id"], second["previous_item_id"]) == (None, first["item_id"])
+
+
 async def test_steady_noise_and_silence_are_no_turns(speech_rig, caller):
     await caller.append(silence(3) + noise(0.05) + silence(3))
     await caller.send("input_audio_buffer.clear")
