@@ -256,10 +256,10 @@ class EncodeDispatcher:
         encoders = [worker for worker in fresh if worker is not item.destination]
         if not encoders:
             return next(iter(fresh), None)
-        others = {other.encoder: other for other in self._items.values() if other.encoder in encoders}
         content_hash = item.media.content_hash
-        found = next((encoder for encoder, other in others.items() if other.media.content_hash == content_hash), None)
-        taken = {worker.instance_id for worker in others if worker is not None}
+        others = [(one.encoder, one.media.content_hash) for one in self._items.values() if one.encoder in encoders]
+        found = next((encoder for encoder, content in others if content == content_hash), None)
+        taken = {encoder.instance_id for encoder, _ in others if encoder is not None}
         chosen, affinity = (found, "hit") if found else pick_encoder(content_hash, encoders, avoid=taken)
         self._context.metrics.encoder_affinity.labels(affinity).inc()
         return chosen

@@ -16,6 +16,8 @@ import zmq.asyncio
 
 from common.errors import ErrorInfo
 from common.messages import Encode, Generate
+from proxy.dispatch.jobs import MediaItem
+from proxy.dispatch.placement import pick_encoder
 from proxy.dispatch.worker import WatchedClient
 from proxy.dispatch.worker_pool import WorkerPool
 from tests.proxy.conftest import ProxyHarness, eventually
@@ -334,6 +336,18 @@ async def test_pictures_of_one_request_are_spread_over_encoders(serve):
     async with serve(encoders=3) as rig:
         await rig.chat([image_part(picture(f"#{number:06x}")) for number in range(3)])
         assert [len(encoder.of(Encode)) for encoder in rig.cluster.encoders] == [1, 1, 1]
+
+
+async def test_equal_pictures_of_one_request_meet_though_their_encoder_has_got_others_since(serve):
+    async with serve(encoders=2) as rig:
+        by_home: dict[str, list[bytes]] = {}
+        for number in range(20):
+            data, encoders = picture(f"#{number:06x}"), rig.service.pool.workers("encoder")
+            home, _ = pick_encoder(MediaItem.of("image", data, "").content_hash, encoders)
+            by_home.setdefault(home.instance_id, []).append(data)
+        (first, twice, *_), (other, *_) = by_home["e0"], by_home["e1"]
+        await rig.chat([image_part(data) for data in (first, twice, other, twice)])
+        assert [len(encoder.of(Encode)) for encoder in rig.cluster.encoders] == [1, 3]
 
 
 async def test_a_conversation_stays_where_its_prompt_is_cached(serve):
