@@ -246,11 +246,11 @@ class JobRunner:
     async def _replace(self, reason: str, *, pause_s: float = 0.0, abort: bool = False) -> None:
         """Place the rest of the job anew, after `pause_s`. Raises as `_place` does, and after MAX_MOVES."""
         await self._withdraw(abort=abort)
+        if self._progress.done:
+            return
         self._moves += 1
         if self._moves > MAX_MOVES:  # a request that no decoder survives would take down all decoders in turn
             raise TriptychError("unavailable", f"{self._moves} decoders were lost with this request; it is given up")
-        if self._progress.done:
-            return
         log.warning("request moves", request=self._job.request_id, reason=reason)
         self._context.count_retry(self._job.request_id, reason)
         if pause_s:

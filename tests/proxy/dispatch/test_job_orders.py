@@ -297,6 +297,19 @@ async def test_a_worker_that_never_ceases_to_send_does_not_outlive_the_deadline(
     assert not world.runner._events.empty()
 
 
+async def test_an_answer_that_had_come_whole_is_told_however_many_decoders_were_lost() -> None:
+    world = World(["prefill_decode"] * (job_runner.MAX_MOVES + 1), num_inputs=0, prompt_logprobs=False)
+    await _settle(world)
+    for sim in [*world.sims]:
+        assert sim.job is not None
+        if len(world.sims) == 1:
+            sim.say(Tokens("r", 0, [1, 2, 3], attempt=sim.job.attempt))
+        world.kill(sim)
+        await _settle(world)
+    await world.task
+    assert [(tokens.token_ids, tokens.finish_reason) for tokens in world.got] == [([1, 2, 3], None), ([], "length")]
+
+
 async def test_an_encoder_that_is_lost_after_its_item_was_read_costs_nothing() -> None:
     """Its answer is lost with it; that tokens come says that it had done its work."""
     world = World(["prefill_decode", "encoder"], num_inputs=1, prompt_logprobs=False)
