@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -175,9 +175,9 @@ class RequestRecord:
     """A request as this proxy remembers it: no prompt, no media, no answer. `end` has the figures of its end."""
 
     request_id: str
-    route: str = ""
-    model: str = ""
-    created_s: float = 0.0
+    route: str
+    model: str
+    created_s: float
     spans: list[Span] = field(default_factory=list)
     end: dict[str, Any] = field(default_factory=dict)
     traceparent: str | None = None
@@ -201,23 +201,24 @@ class RequestRecord:
 
 
 class Timelines:
-    """Records of requests by id, with their spans; the oldest request is discarded first."""
+    """Records of requests by id, with their spans; the oldest ended request is discarded first."""
 
     def __init__(self) -> None:
-        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+        self._records: dict[str, RequestRecord] = {}
         self.on_end: Callable[[RequestRecord], None] | None = None
         """Called with each ended request, where traces are exported."""
 
     def open(self, request_id: str, route: str, model: str, created_s: float, traceparent: str | None = None) -> None:
-        """Start the record of an admitted request, in place of an older one of the same id."""
-        self._records.pop(request_id, None)
-        self._keep(RequestRecord(request_id, route, model, created_s, traceparent=traceparent))
+        """Start the record of an admitted request. Over KEPT_REQUESTS, those that ended are discarded."""
+        records = self._records
+        records[request_id] = RequestRecord(request_id, route, model, created_s, traceparent=traceparent)
+        while len(records) > KEPT_REQUESTS and (ended := next((one for one in records.values() if one.end), None)):
+            del records[ended.request_id]
 
     def begin(self, job_id: str, first: Span) -> None:
         """Start the timeline of a job's response, unless another job has. Spans of unknown responses are discarded."""
-        request_id = job_id.partition(".")[0]
-        record = self._records.get(request_id) or self._keep(RequestRecord(request_id, created_s=first.start_s))
-        if not record.spans:
+        record = self._records.get(job_id.partition(".")[0])
+        if record is not None and not record.spans:
             record.spans.append(first)
 
     def add(self, job_id: str, spans: Iterable[Span]) -> None:
@@ -249,9 +250,3 @@ class Timelines:
     def latest(self, count: int) -> list[RequestRecord]:
         """Return the last `count` requests, the newest first."""
         return list(itertools.islice(reversed(self._records.values()), count))
-
-    def _keep(self, record: RequestRecord) -> RequestRecord:
-        self._records[record.request_id] = record
-        while len(self._records) > KEPT_REQUESTS:
-            self._records.popitem(last=False)
-        return record

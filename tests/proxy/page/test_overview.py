@@ -11,7 +11,7 @@ from broker.cluster.registry import RECORD_TTL_S
 from common.errors import ErrorInfo
 from common.messages import Span
 from proxy.page.overview import LISTED_SPANS
-from proxy.server.metrics import KEPT_REQUESTS, WINDOW_S, Rate, Timelines
+from proxy.server.metrics import KEPT_REQUESTS, WINDOW_S, Rate, RequestRecord, Timelines
 from tests.proxy.conftest import eventually
 from tests.proxy.sample_media import image_part, picture
 
@@ -126,7 +126,8 @@ def test_the_list_is_bounded_in_requests_and_in_spans() -> None:
     timelines = Timelines()
     for number in range(KEPT_REQUESTS + 5):
         timelines.open(f"r{number}", "/", "m", float(number))
-    timelines.add("r1004", [Span("encode", "e0", float(i), i + 1.0) for i in range(100)])
+        timelines.add(f"r{number}", [Span("encode", "e0", float(i), i + 1.0) for i in range(100)])
+        timelines.close(f"r{number}", {"outcome": "ok"})
     records = timelines.latest(KEPT_REQUESTS + 5)
     assert [records[0].request_id, records[-1].request_id, len(records)] == ["r1004", "r5", KEPT_REQUESTS]
     listed = records[0].to_json(LISTED_SPANS)
@@ -134,12 +135,18 @@ def test_the_list_is_bounded_in_requests_and_in_spans() -> None:
     json.dumps(listed)
 
 
-def test_a_repeated_id_is_the_newest_request() -> None:
-    timelines = Timelines()
-    timelines.open("a", "/", "m", 1.0)
-    timelines.open("b", "/", "m", 2.0)
-    timelines.open("a", "/", "m", 3.0)
-    assert [(one.request_id, one.created_s) for one in timelines.latest(9)] == [("a", 3.0), ("b", 2.0)]
+def test_a_request_under_way_is_not_forgotten_for_those_that_came_and_went_since() -> None:
+    timelines, ended = Timelines(), list[RequestRecord]()
+    timelines.open("early", "/v1/completions", "m", 1.0, "00-trace")
+    for number in range(KEPT_REQUESTS + 5):
+        timelines.open(f"r{number}", "/tokenize", "m", 2.0)
+        timelines.close(f"r{number}", {"outcome": "ok"})
+    timelines.begin("early.1", Span("proxy", "p0", 1.0, 3.0))
+    timelines.on_end = ended.append
+    assert timelines.close("early", {"outcome": "ok"}) == {"proxy": 2000}
+    assert [(one.route, one.created_s, one.traceparent) for one in ended] == [("/v1/completions", 1.0, "00-trace")]
+    timelines.begin("unknown", Span("proxy", "p0", 1.0, 3.0))
+    assert timelines.get("unknown") is None
 
 
 def test_a_rate_forgets_what_is_older_than_its_window() -> None:
