@@ -102,7 +102,6 @@ Stop = Annotated[
 
 
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="ignore")
     include_usage: bool = False
     continuous_usage_stats: bool = False
 

@@ -35,7 +35,6 @@ class _FewFields(BaseModel):
 class JsonSchemaFormat(BaseModel):
     """OpenAI's `json_schema`: name and schema. Every schema is enforced, as with `strict`."""
 
-    model_config = ConfigDict(extra="ignore")
     name: str | None = None
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
 

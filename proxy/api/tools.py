@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from common.errors import invalid
 from common.sampling_params import Grammar
@@ -25,7 +25,6 @@ _NAME: Final = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 class FunctionDefinition(BaseModel):
     """A function that the model may call. `strict` is accepted: forced calls always follow the schema."""
 
-    model_config = ConfigDict(extra="ignore")
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -49,7 +48,6 @@ class FunctionDefinition(BaseModel):
 
 
 class Tool(BaseModel):
-    model_config = ConfigDict(extra="ignore")
     type: Literal["function"]
     function: FunctionDefinition
 
@@ -95,7 +93,6 @@ ToolChoice = Annotated[
 class CalledFunction(BaseModel):
     """`arguments` are JSON; some clients send the object itself."""
 
-    model_config = ConfigDict(extra="ignore")
     name: str
     arguments: str | dict[str, Any] = "{}"
 
@@ -112,7 +109,6 @@ class CalledFunction(BaseModel):
 
 
 class ToolCall(BaseModel):
-    model_config = ConfigDict(extra="ignore")
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction

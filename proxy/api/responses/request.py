@@ -37,7 +37,6 @@ _TEXTS: Final = ("input_text", "output_text", "text", "summary_text", "reasoning
 
 
 class TextFormat(BaseModel):
-    model_config = ConfigDict(extra="ignore")
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
@@ -46,13 +45,11 @@ class TextFormat(BaseModel):
 class TextOptions(BaseModel):
     """`format` is what `response_format` is in chats; `verbosity` is accepted."""
 
-    model_config = ConfigDict(extra="ignore")
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningOptions(BaseModel):
-    model_config = ConfigDict(extra="ignore")
     effort: str | None = None
     summary: str | None = None
 
