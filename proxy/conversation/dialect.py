@@ -8,6 +8,7 @@ import secrets
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Final
 
 from proxy.conversation.calls import CALL_PARSERS, CallParser
@@ -68,20 +69,12 @@ def explained(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]
     `messages` are as for chat templates, with arguments as objects.
     """
     told: list[dict[str, Any]] = []
-    for message in messages:
-        if message["role"] == "tool":
-            response = f"<tool_response>{_text(message['content'])}</tool_response>"
-            if told and told[-1].pop("results", False):
-                told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n{response}", "results": True}
-            else:
-                told.append({"role": "user", "content": response, "results": True})
-        elif message.get("tool_calls"):
-            calls = [f"<tool_call>{json.dumps(call['function'])}</tool_call>" for call in message["tool_calls"]]
-            text = "\n".join(filter(None, [_text(message["content"]), *calls]))
-            told.append({"role": "assistant", "content": text})
+    for are_results, run in groupby(messages, lambda message: message["role"] == "tool"):
+        if are_results:
+            results = [f"<tool_response>{_text(message['content'])}</tool_response>" for message in run]
+            told.append({"role": "user", "content": "\n".join(results)})
         else:
-            told.append(message)
-    told = [{name: value for name, value in message.items() if name != "results"} for message in told]
+            told += map(_without_calls, run)
     if not tools:
         return told
     system = _EXPLAINED.format(tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
@@ -89,6 +82,14 @@ def explained(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]
         first = {"role": "system", "content": f"{_text(told[0]['content'])}\n\n{system}"}
         return [first, *told[1:]]
     return [{"role": "system", "content": system}, *told]
+
+
+def _without_calls(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its calls as text."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [f"<tool_call>{json.dumps(call['function'])}</tool_call>" for call in message["tool_calls"]]
+    return {"role": "assistant", "content": "\n".join(filter(None, [_text(message["content"]), *calls]))}
 
 
 def _text(content: Any) -> str:
