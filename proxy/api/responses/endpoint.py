@@ -31,23 +31,19 @@ async def responses(service: Service, context: RequestContext) -> AsyncGenerator
         raise renamed(error) from None
     response = _Response(service, body, chat, answer, int(context.created_s))
     async with aclosing(answer.source.deltas()) as deltas:
-        if not body.stream:
+        for event in response.begin() if body.stream else ():
+            yield response.sse(event)
+        try:
             async for delta in deltas:
-                for _ in response.events(delta):
-                    pass
-            value = response.value()
-        else:
-            for event in response.begin():
-                yield response.sse(event)
-            try:
-                async for delta in deltas:
-                    for event in response.events(delta):
+                for event in response.events(delta):
+                    if body.stream:
                         yield response.sse(event)
-            except TriptychError as error:
+        except TriptychError as error:
+            if body.stream:
                 response.error = {"code": "server_error", "message": error.info.message}
                 yield response.sse({"type": "response.failed", "response": response.value()})
-                raise
-            value = response.value()
+            raise
+    value = response.value()
     if response.is_kept:
         items = response.output.messages()
         service.responses.put(value, messages + (messages_of(items) if items else []))
