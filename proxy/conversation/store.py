@@ -20,8 +20,6 @@ class ResponseStore:
 
     def put(self, response: dict[str, Any], messages: list[dict[str, Any]]) -> None:
         """Keep a response, and the messages of its conversation, its own answer included."""
-        if not self.limit_bytes:
-            return
         entry = json.dumps(response).encode(), json.dumps(messages).encode()
         if sum(map(len, entry)) > self.limit_bytes:
             return

@@ -65,8 +65,7 @@ class EncodeDispatcher:
 
         Several encoders share the items; equal content goes to one. Raises TriptychError("unavailable") without any.
         """
-        if self.pending:
-            self.recall()
+        self.recall()
         for item in self._items.values():
             item.destination, item.request_attempt = destination, request_attempt
             await self._place(item)

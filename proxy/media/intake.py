@@ -117,9 +117,7 @@ class MediaIntake:
                 share = Share(self._fetcher.slots)
                 tasks = [group.create_task(self._load(source, held, share)) for source in sources]
         except* TriptychError as errors:
-            first: BaseException = errors
-            while isinstance(first, BaseExceptionGroup):
-                first = first.exceptions[0]
+            first = errors.exceptions[0]
             if isinstance(first, SlotTimeout):
                 self._metrics.refused.labels("fetches").inc()
             raise first from None

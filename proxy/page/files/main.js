@@ -1,6 +1,6 @@
 // The page: looks at the cluster once a second while somebody can see it, and puts the parts together.
 import { prepareAsk, updateModel } from "./ask.js";
-import { call, forgetKey, getJson, hasKey } from "./api.js";
+import { forgetKey, getJson, hasKey } from "./api.js";
 import { showCluster, showRequests, topology } from "./cluster.js";
 import { fill, find, h } from "./dom.js";
 import { prepareWalk, STAGES } from "./stages.js";
@@ -58,5 +58,5 @@ document.addEventListener("key", unlock);
 document.addEventListener("visibilitychange", look);
 fill(find("legend"), Object.keys(STAGES).filter((stage) => stage !== "answer").map((stage) => h("li", { title: STAGES[stage] }, h("i", { class: `swatch ${stage}` }), stage)));
 prepareWalk();
-prepareAsk(call);
+prepareAsk();
 look();
