@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -169,40 +169,16 @@ def _check_duration(duration_s: float, param: str) -> None:
         raise TriptychError("item_too_large", message, param)
 
 
-class Recording(Protocol):
-    """An open recording. `num_frames` is 0 where only decoding tells the length."""
+@dataclass(frozen=True)
+class Recording:
+    """An open recording. `num_frames` is 0 where only decoding tells the length.
+
+    `blocks` yields samples [some seconds, channels] from a frame on.
+    """
 
     rate: int
     num_frames: int
-
-    def blocks(self, start: int) -> Iterator[FloatArray]:
-        """Yield samples [some seconds, channels] from frame `start` on."""
-
-
-class _File:
-    """A recording that libsndfile reads."""
-
-    def __init__(self, file: soundfile.SoundFile) -> None:
-        self._file = file
-        self.rate: int = file.samplerate
-        self.num_frames: int = file.frames
-
-    def blocks(self, start: int) -> Iterator[FloatArray]:
-        self._file.seek(start)
-        yield from self._file.blocks(blocksize=10 * self.rate, dtype="float32", always_2d=True)
-
-
-class _Contained:
-    """A recording in a container, whose header may be wrong about the length."""
-
-    num_frames = 0
-
-    def __init__(self, sound: containers.Sound) -> None:
-        self._sound = sound
-        self.rate = sound.rate
-
-    def blocks(self, start: int) -> Iterator[FloatArray]:
-        yield from self._sound.blocks(start / self.rate)
+    blocks: Callable[[int], Iterator[FloatArray]]
 
 
 @contextmanager
@@ -211,7 +187,8 @@ def _open(path: str, param: str) -> Iterator[Recording]:
         head = file.read(containers.HEAD_BYTES)
     if containers.demuxer(head) is not None:
         with containers.opened(path, param) as container:
-            yield _Contained(containers.Sound(container, param))
+            sound = containers.Sound(container, param)  # whose header may be wrong about the length
+            yield Recording(sound.rate, 0, lambda start: sound.blocks(start / sound.rate))
         return
     try:
         with soundfile.SoundFile(path) as file:
@@ -220,7 +197,12 @@ def _open(path: str, param: str) -> Iterator[Recording]:
                 hint = "let the recorder write to a file, not to a pipe"
                 message = f"{param} does not tell in its header how long it is: {hint}"
                 raise TriptychError("bad_media", message, param)
-            yield _File(file)
+
+            def blocks(start: int) -> Iterator[FloatArray]:
+                file.seek(start)
+                yield from file.blocks(blocksize=10 * file.samplerate, dtype="float32", always_2d=True)
+
+            yield Recording(file.samplerate, file.frames, blocks)
     except soundfile.SoundFileError as error:  # whose text has the path in it
         why = getattr(error, "error_string", type(error).__name__)
         raise TriptychError("bad_media", f"{param} cannot be decoded as audio: {why}", param) from error
