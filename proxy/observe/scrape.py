@@ -10,7 +10,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 import httpx
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -54,15 +54,10 @@ class ClusterMetrics:
         limits = httpx.Limits(max_connections=MAX_CONNECTIONS)
         timeout = httpx.Timeout(DEADLINE_S)
         async with httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False) as client:
-            tasks = [asyncio.create_task(self._ask(client, record)) for record in others]
-            if tasks:
-                await asyncio.wait(tasks, timeout=DEADLINE_S)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            texts = await asyncio.gather(*(self._ask(client, record) for record in others))
         answers: dict[tuple[str, str], str | None] = {}
-        for record, task in zip(others, tasks, strict=True):
-            answers[record.instance_id, record.role] = _text(record, task)
+        for record, text in zip(others, texts, strict=True):
+            answers[record.instance_id, record.role] = text
         service.update_gauges()
         answers[own, "proxy"] = generate_latest(service.metrics.registry).decode()
         page, silent = await asyncio.to_thread(merge, answers)
@@ -70,17 +65,21 @@ class ClusterMetrics:
             service.metrics.scrape_failures.labels(role).inc()
         return page
 
-    async def _ask(self, client: httpx.AsyncClient, record: InstanceRecord) -> str:
-        """Return an instance's metrics. Raises httpx.HTTPError or ValueError for no answer, or a wrong one."""
-        kind = "proxy" if record.role == "proxy" else "worker"
-        async with client.stream("GET", f"{record.base_url}/metrics", headers=dict(self._headers[kind])) as response:
-            response.raise_for_status()
-            content = bytearray()
-            async for chunk in response.aiter_bytes():
-                content += chunk
-                if len(content) > MAX_BYTES:
-                    raise ValueError(f"more than {MAX_BYTES} bytes of metrics")
-        return content.decode()
+    async def _ask(self, client: httpx.AsyncClient, record: InstanceRecord) -> str | None:
+        """Return an instance's metrics; None without a right answer within DEADLINE_S."""
+        kind, content = "proxy" if record.role == "proxy" else "worker", bytearray()
+        try:
+            asked = client.stream("GET", f"{record.base_url}/metrics", headers=dict(self._headers[kind]))
+            async with asyncio.timeout(DEADLINE_S), asked as response:
+                response.raise_for_status()
+                async for chunk in response.aiter_bytes():
+                    content += chunk
+                    if len(content) > MAX_BYTES:
+                        raise ValueError(f"more than {MAX_BYTES} bytes of metrics")
+            return content.decode()
+        except Exception as error:
+            log.warning("no metrics from an instance", instance_asked=record.instance_id, error=repr(error))
+            return None
 
 
 def targets(service: Service) -> list[dict[str, Any]]:
@@ -114,9 +113,7 @@ def merge(answers: Mapping[tuple[str, str], str | None]) -> tuple[bytes, list[tu
             silent.append((instance, role))
         for family in found or ():
             _add(families, family, {"instance": instance, "role": role})
-    registry = CollectorRegistry()
-    registry.register(_Families([up, *families.values()]))
-    return generate_latest(registry), silent
+    return generate_latest(_Families([up, *families.values()])), silent
 
 
 def _add(families: dict[str, Metric], family: Metric, labels: dict[str, str]) -> None:
@@ -134,14 +131,6 @@ class _Families(Collector):
 
     def collect(self) -> Iterable[Metric]:
         return self.families
-
-
-def _text(record: InstanceRecord, task: asyncio.Task[str]) -> str | None:
-    error = TimeoutError(f"nothing within {DEADLINE_S:g} s") if task.cancelled() else task.exception()
-    if error is None:
-        return task.result()
-    log.warning("no metrics from an instance", instance_asked=record.instance_id, error=repr(error))
-    return None
 
 
 def _headers(settings: Settings) -> dict[str, dict[str, str]]:
