@@ -10,6 +10,8 @@ from functools import partial
 from itertools import groupby
 from typing import Any, Final
 
+from fastapi.responses import JSONResponse
+
 from common.errors import invalid
 from common.media.videos import prompt_text
 from common.messages import MediaKind
@@ -28,7 +30,7 @@ from proxy.dispatch.jobs import Job, MediaItem, make_slots
 from proxy.dispatch.text_stream import Choice, Delta, TextStream, best
 from proxy.media.intake import MediaSource
 from proxy.server.limits import RequestTickets
-from proxy.server.request_context import Json, Payload, RequestContext, Sse
+from proxy.server.request_context import Payload, RequestContext, Sse
 from proxy.service import Service
 
 _PLACEHOLDERS: Final[dict[str, dict[str, str]]] = {
@@ -129,7 +131,7 @@ class ChatAnswer:
             self._calls[index] = CallDeltas(self.service.dialect)
         return parser.feed(text, final=final)
 
-    def whole(self, choices: Sequence[Choice]) -> Json:
+    def whole(self, choices: Sequence[Choice]) -> JSONResponse:
         """Return the complete answer."""
         body = self.body
         value: dict[str, Any] = {**self.head}
@@ -147,7 +149,7 @@ class ChatAnswer:
         ]
         if body.prompt_logprobs is not None and isinstance(self.source, TextStream):
             value["prompt_logprobs"] = self.shapes.prompt(self.source.prompt_logprobs)
-        return Json({**value, "usage": self.source.usage.to_json()})
+        return JSONResponse({**value, "usage": self.source.usage.to_json()})
 
     def _message(self, index: int, choice: Choice) -> dict[str, Any]:
         parts = self.parts(index, choice.text, final=True)

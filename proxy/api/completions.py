@@ -8,6 +8,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fastapi.responses import JSONResponse
+
 from common.messages import TokenLogprob
 from proxy.api.logprobs import CompletionLogprobs, LogprobShapes, joined
 from proxy.api.merge import Merge
@@ -15,7 +17,7 @@ from proxy.api.openai_types import CompletionRequest, parse
 from proxy.api.prompts import check_number, decoder_prompts, make_jobs, processed_prompts
 from proxy.dispatch.jobs import Job
 from proxy.dispatch.text_stream import Choice, Delta, TextStream, Usage, best
-from proxy.server.request_context import Json, Payload, RequestContext, Sse
+from proxy.server.request_context import Payload, RequestContext, Sse
 from proxy.service import LineName, Service
 
 Begins = list[tuple[str, dict[str, Any]]]
@@ -120,7 +122,7 @@ async def _whole(
     body: CompletionRequest,
     answers: list[_CompletionAnswer],
     merged: Merge[tuple[int, Delta]],
-) -> Json:
+) -> JSONResponse:
     width = body.width if body.picks_best else body.num_choices
     found = [[Choice() for _ in range(width)] for _ in answers]
     async for number, delta in merged:
@@ -133,7 +135,7 @@ async def _whole(
                 choice["prompt_logprobs"] = answer.shapes.prompt(answer.stream.prompt_logprobs)
             score = {"score": one.score} if body.use_beam_search else {}
             choices.append({**choice, **body.token_ids_of(one.token_ids), **score})
-    return Json({**head, "choices": choices, "usage": _usage(answers).to_json()})
+    return JSONResponse({**head, "choices": choices, "usage": _usage(answers).to_json()})
 
 
 def _usage(answers: list[_CompletionAnswer]) -> Usage:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from common.errors import invalid
@@ -13,7 +14,7 @@ from proxy.api.chat import collect_media, make_prompt
 from proxy.api.openai_types import MAX_MESSAGES, ChatRequest, Message, parse
 from proxy.api.sampling_fields import TokenId
 from proxy.server.errors import FIRST_ERROR, from_validation
-from proxy.server.request_context import Json, Payload, RequestContext
+from proxy.server.request_context import Payload, RequestContext
 from proxy.service import Service
 
 
@@ -55,7 +56,7 @@ async def tokenize(service: Service, context: RequestContext) -> AsyncGenerator[
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens}
     if body.return_token_strs:
         answer["token_strs"] = [service.text.tokenizer.id_to_token(token) for token in tokens]
-    yield Json(answer)
+    yield JSONResponse(answer)
 
 
 async def detokenize(service: Service, context: RequestContext) -> AsyncGenerator[Payload]:
@@ -66,7 +67,7 @@ async def detokenize(service: Service, context: RequestContext) -> AsyncGenerato
     wrong = next((token for token in body.tokens if token >= size), None)
     if wrong is not None:
         raise invalid(f"token id {wrong} is not in the vocabulary of {size}", "tokens")
-    yield Json({"prompt": await asyncio.to_thread(service.text.decode, body.tokens, skip_special_tokens=False)})
+    yield JSONResponse({"prompt": await asyncio.to_thread(service.text.decode, body.tokens, skip_special_tokens=False)})
 
 
 def _encode(service: Service, body: TokenizeRequest) -> list[int]:

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Annotated, Any, Final, Literal
 
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData, UploadFile
@@ -24,7 +25,7 @@ from proxy.api.segments import as_srt, as_vtt, of_words
 from proxy.api.speech import Speech, SpeechOptions
 from proxy.media.voice import VoiceOptions
 from proxy.server.errors import from_validation
-from proxy.server.request_context import Json, Payload, Plain, RequestContext, Sse
+from proxy.server.request_context import Payload, RequestContext, Sse
 from proxy.service import Service
 
 _MAX_FIELDS: Final = 32
@@ -265,26 +266,26 @@ def _validate(raw: FormData) -> TranscriptionForm:
         raise from_validation(error, TranscriptionForm.model_fields) from error
 
 
-def _answer(service: Service, form: TranscriptionForm, speech: Speech, task: Task) -> Json | Plain:
+def _answer(service: Service, form: TranscriptionForm, speech: Speech, task: Task) -> Response:
     cues = of_words(speech.words) if form.has_words else speech.segments()
     match form.response_format:
         case "text":
-            return Plain(speech.text + "\n")
+            return PlainTextResponse(speech.text + "\n")
         case "srt":
-            return Plain(as_srt(cues))
+            return PlainTextResponse(as_srt(cues))
         case "vtt":
-            return Plain(as_vtt(cues))
+            return PlainTextResponse(as_vtt(cues))
     extra: dict[str, Any] = {"token_ids": speech.token_ids} if form.return_token_ids else {}
     if form.response_format == "json":
         if form.include:
             content = LogprobShapes(service.token_texts, 0).chat(speech.logprobs)["content"]
             extra["logprobs"] = [{name: entry[name] for name in ("token", "logprob", "bytes")} for entry in content]
-        return Json({"text": speech.text, "usage": _usage(speech), **extra})
+        return JSONResponse({"text": speech.text, "usage": _usage(speech), **extra})
     if form.has_words:
         extra["words"] = [word.to_json() for word in speech.words]
     if not form.has_words or "segment" in form.timestamp_granularities:
         extra["segments"] = [one.to_json(index) for index, one in enumerate(speech.segments())]
-    return Json(
+    return JSONResponse(
         {
             "task": task,
             "language": None if speech.language is None else language_name(speech.language),

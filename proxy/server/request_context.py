@@ -1,7 +1,7 @@
 """HTTP requests that generate: admission, body, answer or stream, and cleanup after any end.
 
-An endpoint is an async generator of payloads. The first payload decides: `Json` or `Plain` is the whole answer, `Sse`
-starts a stream. Nothing is sent before the first payload, so an error gets its real status.
+An endpoint is an async generator of payloads. The first payload decides: a `Response` is the whole answer, `Sse` starts
+a stream. Nothing is sent before the first payload, so an error gets its real status.
 
 A streamed token of a chat passes three generators (of a completion four, by `merge`; of a recording eight, by
 `Speech`), each of which closes the generator below in its own `finally`:
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
@@ -54,20 +54,6 @@ log = get_logger()
 
 
 @dataclass(frozen=True)
-class Json:
-    """A complete answer."""
-
-    value: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Plain:
-    """A complete answer that is text."""
-
-    text: str
-
-
-@dataclass(frozen=True)
 class Sse:
     """One event of a stream, with a name or without; None ends it with [DONE]."""
 
@@ -75,7 +61,7 @@ class Sse:
     name: str | None = None
 
 
-Payload = Json | Plain | Sse
+Payload = Response | Sse
 
 
 @dataclass
@@ -175,9 +161,8 @@ class AdmissionController:
                 stream = EventStream(first, payloads, context, self._end, headers)
                 return stream
             context.outcome = "ok"
-            if isinstance(first, Plain):
-                return PlainTextResponse(first.text, headers=headers)
-            return JSONResponse(first.value, headers=headers)
+            first.headers.update(headers)
+            return first
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         except Exception as error:

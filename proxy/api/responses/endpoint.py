@@ -8,13 +8,15 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from fastapi.responses import JSONResponse
+
 from common.errors import TriptychError
 from proxy.api.chat import ChatAnswer, begin_answer
 from proxy.api.openai_types import ChatRequest, parse
 from proxy.api.responses.output import Event, ResponseOutput, new_id
 from proxy.api.responses.request import ResponsesRequest, messages_of, renamed
 from proxy.dispatch.text_stream import Delta, Usage
-from proxy.server.request_context import Json, Payload, RequestContext, Sse
+from proxy.server.request_context import Payload, RequestContext, Sse
 from proxy.service import Service
 
 
@@ -47,11 +49,11 @@ async def responses(service: Service, context: RequestContext) -> AsyncGenerator
     if response.is_kept:
         items = response.output.messages()
         service.responses.put(value, messages + (messages_of(items) if items else []))
-    if not body.stream:
-        yield Json(value)
-        return
-    yield response.sse({"type": f"response.{value['status']}", "response": value})
-    yield Sse(None)
+    if body.stream:
+        yield response.sse({"type": f"response.{value['status']}", "response": value})
+        yield Sse(None)
+    else:
+        yield JSONResponse(value)
 
 
 @dataclass
