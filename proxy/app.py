@@ -19,23 +19,19 @@ from redis.exceptions import RedisError
 from starlette.middleware.cors import CORSMiddleware
 
 from broker.cluster.curve import ClusterContext
-from broker.cluster.redis_client import connect
 from broker.cluster.registry import Registry, reachable_host
 from common.config import Settings
-from common.errors import TriptychError, invalid
+from common.errors import TriptychError
 from common.http.auth import RequireKey, proxy_guard, serves_anybody
 from common.http.connections import BoundedWebSocket
 from common.http.server import Server, bind
 from common.keys import ClusterKey, key_id
 from common.messages import InstanceRecord
-from common.model_info import ModelInfo, load_model_info
+from common.model_info import load_model_info
 from common.process import malloc, memory_upkeep
-from common.process.host_memory import available_memory
 from common.process.stack_dump import dump_on_signal
 from common.telemetry import get_logger, setup_logging
-from common.text.processor import TextProcessor
 from proxy.api import openapi
-from proxy.dispatch.dispatcher import Dispatcher
 from proxy.dispatch.worker_pool import WorkerPool
 from proxy.media.audio import AudioWindows
 from proxy.media.fetch import Fetcher
@@ -44,14 +40,9 @@ from proxy.media.videos import VideoCutter
 from proxy.observe.otlp import TraceExporter
 from proxy.routes import make_router
 from proxy.server import errors
-from proxy.server.limits import ByteBudget
-from proxy.server.metrics import CountRequests, ProxyMetrics, Timelines
-from proxy.server.request_context import AdmissionController
+from proxy.server.metrics import CountRequests
 from proxy.service import Service
 
-MEMORY_SHARE: Final = 4
-"""Divisor of the free memory: this share may hold bodies and media. The rest is for parsed values, and for workers on
-the same machine."""
 MAX_MESSAGE_BYTES: Final = 4 * 2**20
 """Of a websocket: an event with a minute of audio."""
 GRACE_S: Final = 2
@@ -69,43 +60,13 @@ def run(settings: Settings) -> int:
     dump_on_signal()
     try:
         info = load_model_info(settings.model, settings.lora_modules)
-        service = make_service(settings, info, instance_id)
+        service = Service(settings, info, instance_id)
         listener = bind(settings.host, settings.port)
     except TriptychError as error:
         log.error("cannot start", error=error.info.message)
         return 1
     with listener:
         return 0 if asyncio.run(_serve_until_signal(service, listener)) else 1
-
-
-def make_service(settings: Settings, info: ModelInfo, instance_id: str) -> Service:
-    """Return the service, not started yet.
-
-    Raises TriptychError for a model without tokenizer, a chat template or sampling defaults that cannot be used, and
-    for a missing or invalid broker URL.
-    """
-    if settings.broker is None:
-        raise invalid("a proxy needs --broker redis://host:port", "broker")
-    metrics, timelines = ProxyMetrics(), Timelines()
-    budget = ByteBudget(settings.max_inflight_bytes or available_memory() // MEMORY_SHARE, metrics)
-    return Service(
-        settings=settings,
-        info=info,
-        instance_id=instance_id,
-        redis=connect(settings.broker),
-        text=TextProcessor(info, settings.chat_template),
-        dispatcher=Dispatcher(settings, metrics, timelines),
-        metrics=metrics,
-        timelines=timelines,
-        admission=AdmissionController(
-            settings.max_inflight,
-            budget,
-            settings.request_timeout_s,
-            metrics,
-            timelines,
-            (settings.served_model_name or (info.name,))[0],
-        ),
-    )
 
 
 def make_app(service: Service, port: int) -> FastAPI:

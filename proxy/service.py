@@ -6,18 +6,17 @@ import functools
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Final, Literal, get_args
 
-from redis.asyncio import Redis
-
+from broker.cluster.redis_client import connect
 from common.config import Settings
-from common.errors import TriptychError
+from common.errors import TriptychError, invalid
 from common.messages import WORKER_ROLES, Span
 from common.model_info import ModelInfo
+from common.process.host_memory import available_memory
 from common.text.processor import Detokenizer, TextProcessor
 from common.text.token_text import TokenTexts
-from proxy.conversation.dialect import Dialect, choose
+from proxy.conversation.dialect import choose
 from proxy.conversation.store import ResponseStore
 from proxy.dispatch.dispatcher import Dispatcher
 from proxy.dispatch.jobs import Job
@@ -27,69 +26,64 @@ from proxy.dispatch.worker_pool import WorkerPool
 from proxy.media.audio import AudioWindows
 from proxy.media.intake import MediaIntake
 from proxy.server.errors import Overloaded
-from proxy.server.limits import QueueDelayLimiter, RequestTickets, Ticket
+from proxy.server.limits import ByteBudget, QueueDelayLimiter, RequestTickets, Ticket
 from proxy.server.metrics import ProxyMetrics, Timelines
 from proxy.server.request_context import AdmissionController, RequestContext
 
+MEMORY_SHARE: Final = 4
+"""Divisor of the free memory: this share may hold bodies and media. The rest is for parsed values, and for workers on
+the same machine."""
+
 LineName = Literal["text", "media"]
-
-
 Problem = tuple[str, ...]
 """Why requests cannot be served: a public reason, and details that name instances. Empty while they can."""
 
 
-@dataclass
 class Service:
     """Everything an endpoint needs. Made once, before the proxy connects."""
 
-    settings: Settings
-    info: ModelInfo
-    instance_id: str
-    redis: Redis
-    text: TextProcessor
-    dispatcher: Dispatcher
-    metrics: ProxyMetrics
-    timelines: Timelines
-    admission: AdmissionController
-    pool: WorkerPool = field(init=False)
+    pool: WorkerPool
     """Set while the proxy is connected, as is `intake`."""
-    intake: MediaIntake = field(init=False)
-    on_failure: Callable[[], None] = lambda: None
-    """Called when the connection to the cluster cannot go on (`pool.failure`): another process should start."""
-    lines: dict[LineName, QueueDelayLimiter] = field(init=False)
-    """Text alone does not wait for encoders, so that both queues move at different rates."""
-    chat_lines: tuple[LineName, ...] = field(init=False)
-    """Queues that a conversation may join."""
-    started_s: float = field(default_factory=time.time)
-    model_names: tuple[str, ...] = field(init=False)
-    """Names by which requests may call the model; answers have the first."""
-    adapters: dict[str, str] = field(init=False)
-    """LoRA adapters by the names that requests and answers have for the model with one: `name:adapter`."""
-    max_model_len: int = field(init=False)
-    sampling_defaults: dict[str, Any] = field(init=False)
-    """Sampling of requests that give none, as fields of `SamplingParams`."""
-    responses: ResponseStore = field(init=False)
-    dialect: Dialect = field(init=False)
-    """How the model writes reasoning and tool calls."""
-    transcribes: bool = field(init=False)
-    """Whether the model is a speech model, whose decoder transcribes one audio input."""
-    recordings: AudioWindows = field(init=False)
+    intake: MediaIntake
+    recordings: AudioWindows
     """Set while a proxy of a speech model is connected."""
 
-    def __post_init__(self) -> None:
-        self.lines = {name: QueueDelayLimiter(self.settings.max_queue_s) for name in get_args(LineName)}
-        self.model_names = self.settings.served_model_name or (self.info.name,)
-        self.adapters = {f"{name}:{one}": one for name in self.model_names for one in self.info.adapters}
-        limit, longest = self.settings.engine.max_model_len, self.info.max_model_len
-        self.max_model_len = longest if limit is None else min(limit, longest)
-        self.sampling_defaults = self.info.sampling_defaults(self.settings.generation_config)
-        settings = self.settings
+    def __init__(self, settings: Settings, info: ModelInfo, instance_id: str) -> None:
+        """Raises TriptychError for a model without tokenizer, a chat template or sampling defaults that cannot be used,
+        and for a missing or invalid broker URL."""
+        if settings.broker is None:
+            raise invalid("a proxy needs --broker redis://host:port", "broker")
+        self.settings, self.info, self.instance_id = settings, info, instance_id
+        self.redis = connect(settings.broker)
+        self.text = TextProcessor(info, settings.chat_template)
+        self.metrics, self.timelines = ProxyMetrics(), Timelines()
+        self.dispatcher = Dispatcher(settings, self.metrics, self.timelines)
+        self.started_s = time.time()
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called when the connection to the cluster cannot go on (`pool.failure`): another process should start."""
+        self.model_names = settings.served_model_name or (info.name,)
+        """Names by which requests may call the model; answers have the first."""
+        self.adapters = {f"{name}:{one}": one for name in self.model_names for one in info.adapters}
+        """LoRA adapters by the names that requests and answers have for the model with one: `name:adapter`."""
+        limit = settings.engine.max_model_len
+        self.max_model_len = info.max_model_len if limit is None else min(limit, info.max_model_len)
+        self.sampling_defaults = info.sampling_defaults(settings.generation_config)
+        """Sampling of requests that give none, as fields of `SamplingParams`."""
         self.responses = ResponseStore(settings.response_store_bytes)
         self.dialect = choose(self.text.chat_template, settings.tool_call_parser, settings.reasoning_parser)
-        self.transcribes = self.info.is_encoder_decoder and self.info.media_kind == "audio"
-        self.chat_lines = ("text",)
-        if self.info.media_kind is not None:
+        """How the model writes reasoning and tool calls."""
+        self.transcribes = info.is_encoder_decoder and info.media_kind == "audio"
+        """Whether the model is a speech model, whose decoder transcribes one audio input."""
+        self.lines = {name: QueueDelayLimiter(settings.max_queue_s) for name in get_args(LineName)}
+        """Text alone does not wait for encoders, so that both queues move at different rates."""
+        self.chat_lines: tuple[LineName, ...] = ("text",)
+        """Queues that a conversation may join."""
+        if info.media_kind is not None:
             self.chat_lines = ("media",) if self.transcribes else ("text", "media")
+        budget = ByteBudget(settings.max_inflight_bytes or available_memory() // MEMORY_SHARE, self.metrics)
+        self.admission = AdmissionController(
+            settings.max_inflight, budget, settings.request_timeout_s, self.metrics, self.timelines, self.model_name
+        )
 
     @property
     def model_name(self) -> str:

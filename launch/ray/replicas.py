@@ -159,7 +159,8 @@ class LateProxy:
         return None
 
     async def _make(self) -> None:
-        from proxy.app import make_app, make_service
+        from proxy.app import make_app
+        from proxy.service import Service
 
         context = serve.get_replica_context()
         if self._own_broker:
@@ -168,7 +169,7 @@ class LateProxy:
         instance_id = f"proxy-{context.replica_id.unique_id}"
         setup_logging(settings.log_level, settings.log_format, instance_id)
         info = await asyncio.to_thread(load_model_info, settings.model)
-        self._service = make_service(settings, info, instance_id)
+        self._service = Service(settings, info, instance_id)
         self._app = make_app(self._service, 0)
 
     async def _broker_url(self) -> str:

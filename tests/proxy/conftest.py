@@ -24,7 +24,7 @@ from common.config import Settings
 from common.http.server import bind
 from common.messages import WORKER_ROLES, Abort
 from common.model_info import ModelInfo, load_model_info
-from proxy.app import ProxyServer, make_app, make_service
+from proxy.app import ProxyServer, make_app
 from proxy.dispatch.worker import Load
 from proxy.service import Service
 from tests import eventually as waiting
@@ -146,7 +146,7 @@ async def serving(
             await cluster.add_prefill()
         for _ in range(pairs[1]):
             await cluster.add_decoder("d")
-        service = make_service(settings, info, "proxy")
+        service = Service(settings, info, "proxy")
         async with running_proxy(service) as (base_url, server):
             client = AsyncOpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=20)
             async with client, httpx.AsyncClient(base_url=base_url, timeout=20) as http:

@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 
 from common.config import Settings
 from common.errors import TriptychError
-from proxy.app import make_app, make_service
+from proxy.app import make_app
 from proxy.media import addresses, fetch
 from proxy.media.fetch import Fetcher
 from proxy.media.intake import MediaIntake, MediaSource
 from proxy.server.limits import ByteBudget, Reservation
 from proxy.server.metrics import ProxyMetrics
+from proxy.service import Service
 from tests.security.fuzz import examples
 
 LOOK_UP = socket.getaddrinfo
@@ -99,7 +100,7 @@ fields = st.sampled_from(
 
 def test_drawn_content_types_of_forms_are_the_clients_fault(runner: asyncio.Runner, whisper_model: Any) -> None:
     settings = Settings(model=str(whisper_model.folder), broker="redis://127.0.0.1:1")
-    app = make_app(make_service(settings, whisper_model, "proxy"), 0)
+    app = make_app(Service(settings, whisper_model, "proxy"), 0)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     http = httpx.AsyncClient(transport=transport, base_url="http://proxy")
 

@@ -12,7 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from common.messages import Encode, Generate
-from proxy.app import make_service
+from proxy.service import Service
 from tests.proxy.conftest import ProxyHarness, eventually, running_proxy
 from tests.proxy.sample_media import image_part, picture
 from tests.proxy.streams import gather
@@ -23,7 +23,7 @@ OPENING = "the same beginning " * 40
 @asynccontextmanager
 async def beside(rig: ProxyHarness, name: str = "other") -> AsyncIterator[ProxyHarness]:
     """One more proxy of the cluster; both know of each other, and of all workers."""
-    service = make_service(rig.service.settings, rig.service.info, name)
+    service = Service(rig.service.settings, rig.service.info, name)
     async with running_proxy(service) as (base_url, server):
         client = AsyncOpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=20)
         async with client, httpx.AsyncClient(base_url=base_url, timeout=20) as http:
