@@ -26,7 +26,7 @@ from engine.device.choice import DTYPES, choose_device
 from engine.device.memory import memory_budget
 from engine.handoff.offer_check import KvPart
 from engine.state.events import Event
-from services.handoff.kv_messages import PART_BYTES, part_fault
+from services.handoff.kv_messages import PART_BYTES
 from services.handoff.payloads import keep_for_this_stream, tensor_of
 from services.handoff.receive_buffers import DeviceReceiveBuffers, ReceiveBuffers
 from services.process.engine_thread import EngineThread
@@ -262,10 +262,11 @@ def _as_offered(what: Offer | TensorHeader) -> tuple[str, list[int], str, int]:
 
 
 def _tensor_fault(received: ReceivedTensor, offer: Offer | KvOffer) -> str | None:
-    """Return the mismatch between a tensor and its offer; None for a correct tensor."""
+    """Return the mismatch between a tensor and its offer, or what torch cannot make; None for a correct tensor."""
     header = received.header
-    if isinstance(offer, KvOffer):
-        return part_fault(header, offer)
+    if isinstance(offer, KvOffer):  # the engine compares parts with its model
+        good = header.table != "" and header.dtype in DTYPES
+        return None if good else f"a part of table {header.table!r} and dtype {header.dtype}"
     if (header.shape, header.dtype, header.size_bytes) == (offer.shape, offer.dtype, offer.size_bytes):
         return None
     return f"offered {offer.shape} {offer.dtype}, came {header.shape} {header.dtype}"

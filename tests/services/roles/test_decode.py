@@ -28,7 +28,6 @@ from common.messages import (
     Tokens,
 )
 from common.sampling_params import SamplingParams
-from services.handoff.kv_messages import part_fault
 from services.roles.decoder import DecodeService
 from tests.eventually import eventually
 from tests.services.apart import HELD_BY_ENGINES, question
@@ -157,6 +156,16 @@ async def test_a_part_that_is_damaged_or_not_what_was_granted_is_refused_and_may
     await setting.done("r")
 
 
+async def test_a_part_that_torch_cannot_make_is_refused_for_a_request_that_is_not_here(setting: Setting) -> None:
+    offer = setting.offer("r", dtype="uint8", token_shape=[setting.token_bytes])
+    setting.peer.send("metadata", offer)
+    await eventually(lambda: key_of(offer) in setting.worker.role._receiver._offers)
+    await setting.send(offer, 0, 0, NUM_TOKENS, dtype="uint8", shape=[NUM_TOKENS, setting.token_bytes])
+    assert await setting.receipt("r") == (0, "corrupt")
+    await setting.granted("another")
+    await setting.worker.proxy.send(Abort("another"))
+
+
 async def test_a_part_for_a_former_process_is_cancelled_and_one_from_an_impostor_ignored(setting: Setting) -> None:
     offer = await setting.granted("r")
     await setting.send(offer, 0, 0, NUM_TOKENS, receiver_epoch=1)
@@ -248,9 +257,3 @@ async def test_what_does_not_fit_the_request_or_itself_is_refused(setting: Setti
         grant = await setting.peer.message(Grant, "r", number + 1)
         assert (grant.status, grant.error.code) == ("refused", "internal_error"), "no fault of the client's"
     await setting.worker.proxy.send(Abort("r"))
-
-
-def test_a_part_of_a_table_that_was_not_offered_is_a_fault() -> None:
-    offer = KvOffer("r", 0, 4, 0, [1, 2, 1, 4], [], "float32", [], 1, 0, "p0", 0.0)
-    header = TensorHeader("r", KV_INPUT_ID, 0, "p0", 1, [], "float32", 4, table="cross")
-    assert part_fault(header, offer) is not None
