@@ -44,6 +44,8 @@ def payload_fault(message: TensorHeader | Offer, num_bytes: int) -> str | None:
         return f"dtype {message.dtype!r} is none of {', '.join(ITEM_BYTES)}"
     if min(message.shape, default=0) < 0:
         return f"shape {message.shape} has a negative size"
+    if math.prod(filter(None, message.shape)) >= 2**62:  # torch refuses it for no bytes, too
+        return f"shape {message.shape} is beyond any memory"
     expected = math.prod(message.shape) * item_bytes
     if not expected == message.size_bytes == num_bytes:
         shape = f"shape {message.shape} of {message.dtype} is {expected} bytes"

@@ -230,4 +230,5 @@ def test_faults_name_the_numbers() -> None:
     assert "24 bytes" in str(payload_fault(header([2, 3], "float32", 12), 12))
     assert "there are 5" in str(payload_fault(header([3], "uint8", 3), 5))
     assert "negative" in str(payload_fault(header([-2, -3], "float32", 24), 24))
+    assert "beyond any memory" in str(payload_fault(header([0, 2**61, 2**61], "float32", 0), 0))
     assert "complex128" in str(payload_fault(header([1], "complex128", 16), 16))

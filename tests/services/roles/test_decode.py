@@ -162,6 +162,8 @@ async def test_a_part_that_torch_cannot_make_is_refused_for_a_request_that_is_no
     await eventually(lambda: key_of(offer) in setting.worker.role._receiver._offers)
     await setting.send(offer, 0, 0, NUM_TOKENS, dtype="uint8", shape=[NUM_TOKENS, setting.token_bytes])
     assert await setting.receipt("r") == (0, "corrupt")
+    await setting.send(offer, 0, 0, 0, shape=[0, 2**61, 2**61])
+    assert await setting.receipt("r", 2) == (0, "corrupt")
     await setting.granted("another")
     await setting.worker.proxy.send(Abort("another"))
 
