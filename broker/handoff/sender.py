@@ -294,7 +294,8 @@ class HandoffSender:
             raise TriptychError("internal_error", f"handoff {key} is open already")
         loop = asyncio.get_running_loop()
         handoff = self._handoffs[key] = Handoff(offer, receiver, loop.create_future(), loop.create_future())
-        self.presence.note(receiver)
+        if self.presence.get(receiver.instance_id) is not receiver:  # else it was seen before, not now
+            self.presence.note(receiver)
         return handoff
 
     def _note_sent(self, handoff: Handoff, at_s: float) -> None:

@@ -318,6 +318,22 @@ async def test_a_broker_that_is_always_slow_hides_no_receiver_that_has_gone(
         await offering
 
 
+async def test_an_offer_to_a_receiver_known_from_before_is_no_sign_of_its_life(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offering, clock = await _offering(pair, monkeypatch)
+    clock.now_s += ABSENCE_S / 2
+    pair.sender.review({})
+    clock.now_s += ABSENCE_S / 3
+    again = asyncio.create_task(pair.sender.offer(make_offer("again"), pair.sender.presence.get("d0")))
+    await eventually(lambda: pair.sender.num_open == 2)
+    clock.now_s += ABSENCE_S / 3
+    pair.sender.review({})
+    for waiting in (offering, again):
+        with pytest.raises(TriptychError, match="has left the registry"):
+            await waiting
+
+
 async def test_a_cancelled_caller_leaves_nothing(pair: Pair) -> None:
     offering = asyncio.create_task(pair.sender.offer(make_offer(), pair.receiver))
     await eventually(lambda: pair.sender.num_open == 1)
