@@ -113,6 +113,7 @@ class RequestOwners:
         self.num_orphans += len(orphans)
         for request_id in orphans:
             request = self._requests.pop(request_id)
+            self.ended_work += max(1, request.num_tokens)
             self._lost.setdefault(request.proxy, {})[request_id] = request.attempt
         for proxy in gone:
             del self._last_heard_s[proxy]

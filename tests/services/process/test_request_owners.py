@@ -30,3 +30,13 @@ def test_a_proxy_that_beats_keeps_its_requests() -> None:
     request = watch.get("a")
     assert request is not None
     assert request.proxy == b"p0"
+
+
+def test_work_of_a_lost_proxy_ends_like_all_other_work() -> None:
+    watch = RequestOwners(silence_s=0.0)
+    watch.heard(b"p0")
+    watch.add(b"p0", "a", num_tokens=30)
+    watch.add(b"p0", "b", num_tokens=12)
+    watch.remove("b")
+    watch.pop_orphans()
+    assert (watch.work, watch.ended_work) == (0, 42)
