@@ -23,6 +23,8 @@ class OwnedRequest:
 
     proxy: bytes
     num_tokens: int
+    work: int
+    """Tokens at most; of an encoder's, items."""
     attempt: int
     arrived_s: float
     """By `time.monotonic`."""
@@ -54,12 +56,14 @@ class RequestOwners:
         return self._lost.pop(proxy, {})
 
     def add(self, proxy: bytes, request_id: str, num_tokens: int = 0, attempt: int = 0) -> None:
-        """Add a request of a proxy. `num_tokens` bounds prompt and output together."""
+        """Add a request of a proxy, or a further item. `num_tokens` bounds prompt and output together."""
         now_s = time.monotonic()
         if self.first_request_s is None:
             self.first_request_s = now_s
         log.debug("request received", request=request_id, attempt=attempt, tokens=num_tokens)
-        self._requests[request_id] = OwnedRequest(proxy, num_tokens, attempt, now_s)
+        known = self._requests.get(request_id)
+        work = max(1, num_tokens) + (0 if known is None else known.work)
+        self._requests[request_id] = OwnedRequest(proxy, num_tokens, work, attempt, now_s)
 
     @property
     def num_tokens(self) -> int:
@@ -69,7 +73,7 @@ class RequestOwners:
     @property
     def work(self) -> int:
         """Upper bound of the tokens of all requests under way; of an encoder's, their items."""
-        return sum(max(1, request.num_tokens) for request in self._requests.values())
+        return sum(request.work for request in self._requests.values())
 
     def get(self, request_id: str) -> OwnedRequest | None:
         """Return a request under way; None for an ended or unknown request."""
@@ -84,7 +88,7 @@ class RequestOwners:
         """Remove a request after its end is known to the proxy."""
         request = self._requests.pop(request_id, None)
         if request is not None:
-            self.ended_work += max(1, request.num_tokens)
+            self.ended_work += request.work
             log.debug("request ended", request=request_id, attempt=request.attempt)
             self._ended.pop(request_id, None)
             self._ended[request_id] = request.attempt
@@ -113,7 +117,7 @@ class RequestOwners:
         self.num_orphans += len(orphans)
         for request_id in orphans:
             request = self._requests.pop(request_id)
-            self.ended_work += max(1, request.num_tokens)
+            self.ended_work += request.work
             self._lost.setdefault(request.proxy, {})[request_id] = request.attempt
         for proxy in gone:
             del self._last_heard_s[proxy]

@@ -40,3 +40,13 @@ def test_work_of_a_lost_proxy_ends_like_all_other_work() -> None:
     watch.remove("b")
     watch.pop_orphans()
     assert (watch.work, watch.ended_work) == (0, 42)
+
+
+def test_each_item_of_a_request_is_work() -> None:
+    watch = RequestOwners()
+    for _ in range(8):
+        watch.add(b"p0", "images")
+    watch.add(b"p0", "image")
+    assert (len(watch), watch.work, watch.num_tokens) == (2, 9, 0)
+    watch.remove("images")
+    assert (watch.work, watch.ended_work) == (1, 8)
