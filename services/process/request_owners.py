@@ -11,6 +11,7 @@ from common.telemetry import get_logger
 
 SILENCE_S: Final = 10.0
 """Silence after which a proxy counts as lost, with its requests; a proxy sends a heartbeat every second."""
+_GONE: Final = float("-inf")
 _MAX_LOST: Final = 64
 _MAX_ENDED: Final = 1024
 
@@ -51,7 +52,12 @@ class RequestOwners:
         """Arrival of the first request (monotonic)."""
 
     def heard(self, proxy: bytes) -> dict[str, int]:
-        """Note a sign of life. Return requests discarded since the last sign, with attempts, to notify the proxy."""
+        """Note a sign of life. Return requests discarded since the last sign, with attempts, to notify the proxy.
+
+        A proxy marked as gone is heard again once `pop_orphans` has returned its requests.
+        """
+        if self._last_heard_s.get(proxy) == _GONE:
+            return {}
         self._last_heard_s[proxy] = time.monotonic()
         return self._lost.pop(proxy, {})
 
@@ -85,11 +91,14 @@ class RequestOwners:
         return request is not None and (request.proxy == proxy or supersedes(proxy, request.proxy))
 
     def remove(self, request_id: str) -> None:
-        """Remove a request after its end is known to the proxy."""
+        """Remove a request after the message of its end; lost to a proxy marked as gone, as the message is."""
         request = self._requests.pop(request_id, None)
         if request is not None:
             self.ended_work += request.work
             log.debug("request ended", request=request_id, attempt=request.attempt)
+            if self._last_heard_s.get(request.proxy) == _GONE:
+                self._lost.setdefault(request.proxy, {})[request_id] = request.attempt
+                return
             self._ended.pop(request_id, None)
             self._ended[request_id] = request.attempt
             while len(self._ended) > _MAX_ENDED:
@@ -102,7 +111,7 @@ class RequestOwners:
 
     def mark_gone(self, proxy: bytes) -> None:
         """Note a broken connection: the next `pop_orphans` returns the proxy's requests."""
-        self._last_heard_s[proxy] = float("-inf")
+        self._last_heard_s[proxy] = _GONE
 
     @property
     def present(self) -> list[bytes]:

@@ -50,3 +50,16 @@ def test_each_item_of_a_request_is_work() -> None:
     assert (len(watch), watch.work, watch.num_tokens) == (2, 9, 0)
     watch.remove("images")
     assert (watch.work, watch.ended_work) == (1, 8)
+
+
+def test_a_proxy_that_missed_a_message_learns_that_its_requests_are_lost_even_those_that_ended_with_it() -> None:
+    watch = RequestOwners(silence_s=60.0)
+    watch.heard(b"p0")
+    for request_id in ("running", "ended"):
+        watch.add(b"p0", request_id, attempt=1)
+    watch.mark_gone(b"p0")
+    watch.remove("ended")
+    assert not watch.knows("ended", 1)
+    assert watch.heard(b"p0") == {}
+    assert watch.pop_orphans() == ["running"]
+    assert watch.heard(b"p0") == {"running": 1, "ended": 1}
