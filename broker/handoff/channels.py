@@ -19,7 +19,6 @@ from typing import Any, Final, Literal, cast
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from broker.cluster.redis_client import CONNECTION_ERRORS
 from common.errors import TriptychError
 from common.messages import HandoffMessage, decode_handoff, encode
 from common.telemetry import get_logger
@@ -108,7 +107,7 @@ class ChannelSender:
                     batch = self._unexpired(batch)
 
     async def _send_batch(self, batch: list[_Entry]) -> bool:
-        """Send in one round trip; return False if Redis is away, or silent until the oldest message has expired."""
+        """Send in one round trip; return False if Redis is away, refuses, or is silent until a message expires."""
         self._away = True
         streams = dict.fromkeys(entry.stream for entry in batch)
         try:
@@ -120,9 +119,7 @@ class ChannelSender:
                     for stream in streams:  # apart from XADD, which does not return their number
                         pipe.xtrim(stream, maxlen=MAX_ENTRIES)
                     results = await pipe.execute(raise_on_error=False)
-        except TimeoutError:
-            return False
-        except CONNECTION_ERRORS:
+        except (TimeoutError, RedisError):  # away, loading, or refusing: whatever it is, it may pass
             return False
         self._away = False
         for entry, result in zip(batch, results[: len(batch)], strict=True):

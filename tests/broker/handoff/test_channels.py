@@ -8,6 +8,8 @@ import signal
 
 import pytest
 from redis.asyncio import Redis
+from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import NoPermissionError
 
 from broker.cluster.embedded import EmbeddedBroker
 from broker.cluster.redis_client import connect
@@ -162,6 +164,27 @@ async def test_a_restart_of_redis_is_survived() -> None:
     for connection in (client, reading):
         await connection.aclose()
     await asyncio.to_thread(broker.stop)
+
+
+async def test_a_refusal_of_a_new_connection_is_no_end_of_sending(broker_url: str, redis: Redis) -> None:
+    reader = ChannelReader(redis, "c", "d0", ("metadata",))
+    await reader.open()
+    refusals = [NoPermissionError("this user has no permissions to run the 'role' command")] * 2
+
+    async def greet(connection: AbstractConnection) -> None:
+        if refusals:
+            raise refusals.pop()
+        await connection.on_connect()
+
+    client = connect(broker_url)
+    client.connection_pool.connection_kwargs["redis_connect_func"] = greet
+    sender = ChannelSender(client, "c")
+    received: list[Delivery] = []
+    async with running(reader.run(received.append), sender.run()):
+        sender.send("d0", "metadata", grant(0))
+        await eventually(lambda: numbers(received) == [0])
+    assert not refusals
+    await client.aclose()
 
 
 async def test_a_server_that_stands_still_holds_a_message_up_for_no_longer_than_one_that_is_away(
