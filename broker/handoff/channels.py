@@ -213,7 +213,7 @@ class ChannelReader:
         try:
             reply: Any = await self._redis.xreadgroup(GROUP, GROUP, cast(Any, streams), count=_BATCH, block=block_ms)
         except ResponseError as error:
-            if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
+            if not str(error).startswith("NOGROUP"):
                 raise
             for stream in self._streams:
                 await self._create(stream)

@@ -35,8 +35,6 @@ def make_role(role: Role, context: WorkerContext) -> RoleService:
             from services.roles.prefill import PrefillService
 
             return PrefillService(context)
-        case "proxy":
-            raise TriptychError("invalid_request", "a proxy is no worker", "role")
         case _:
             from services.roles.decoder import DecodeService, EncodePrefillDecodeService, PrefillDecodeService
 
