@@ -12,8 +12,8 @@ import contextlib
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Final, Generic, Protocol, TypeVar
 
 from common.errors import TriptychError
@@ -62,12 +62,10 @@ class EngineThread(Generic[E, Event]):
         self._next_deadline_s = next_deadline_s
         self._loop = asyncio.get_running_loop()
         self._inbound: queue.SimpleQueue[Callable[[E], None] | None] = queue.SimpleQueue()
-        self._outbound: deque[list[Event]] = deque()
-        self._has_events = asyncio.Event()
+        self._events: asyncio.Queue[list[Event]] = asyncio.Queue()
         self._busy_since_s: float | None = None
         self.worked_s = 0.0
         """Seconds of all turns that have ended."""
-        self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.loaded: asyncio.Future[None] = self._loop.create_future()
         self.ended: asyncio.Future[BaseException | None] = self._loop.create_future()
@@ -84,8 +82,7 @@ class EngineThread(Generic[E, Event]):
         answer: asyncio.Future[T] = self._loop.create_future()
 
         def command(engine: E) -> None:
-            result = function(engine)
-            self._post(lambda: None if answer.done() else answer.set_result(result))
+            self._post(partial(_settle, answer, function(engine)))
 
         self.submit(command)
         async with asyncio.timeout(timeout_s):
@@ -94,14 +91,10 @@ class EngineThread(Generic[E, Event]):
     async def events(self) -> AsyncIterator[list[Event]]:
         """Yield the events of each step in the order of steps, until cancelled. For a single reader."""
         while True:
-            await self._has_events.wait()
-            self._has_events.clear()
-            while self._outbound and not self._stopping:
-                yield self._outbound.popleft()
+            yield await self._events.get()  # no name, or it would be kept until the next step
 
     def stop(self) -> None:
-        """Ask the thread to end after the present step; later commands and events are discarded."""
-        self._stopping = True
+        """Ask the thread to end after the present step; later commands are discarded."""
         self._inbound.put(None)
 
     def join(self, timeout_s: float) -> bool:
@@ -128,13 +121,13 @@ class EngineThread(Generic[E, Event]):
         error: BaseException | None = None
         try:
             engine = self._build()
-            self._post(self._set_loaded)
+            self._post(partial(_settle, self.loaded, None))
             while self._turn(engine):
                 pass
         except BaseException as caught:
             error = caught
             log.error("the engine thread has died", exc_info=not isinstance(caught, TriptychError))
-        self._post(lambda: self._set_ended(error))
+        self._post(partial(_settle, self.ended, error))
 
     def _turn(self, engine: E) -> bool:
         commands = self._pop_commands(engine)
@@ -148,8 +141,7 @@ class EngineThread(Generic[E, Event]):
                 log.warning("the engine refused a command", error=error.info.message)
         for produce in (self._answer, self._step):
             if produce is not None and (events := produce(engine)):
-                self._outbound.append(events)
-                self._post(self._has_events.set)
+                self._post(partial(self._events.put_nowait, events))
         self._busy_since_s = None
         self.worked_s += time.monotonic() - since_s
         return True
@@ -166,14 +158,11 @@ class EngineThread(Generic[E, Event]):
                 commands.append(self._inbound.get_nowait())
         return commands
 
-    def _set_loaded(self) -> None:
-        if not self.loaded.done():
-            self.loaded.set_result(None)
-
-    def _set_ended(self, error: BaseException | None) -> None:
-        if not self.ended.done():
-            self.ended.set_result(error)
-
     def _post(self, callback: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has closed
             self._loop.call_soon_threadsafe(callback)
+
+
+def _settle(future: asyncio.Future[T], value: T) -> None:
+    if not future.done():
+        future.set_result(value)

@@ -67,7 +67,7 @@ class SteppedThread(EngineThread[Any, Any]):
 
     def start(self) -> None:
         self.engine = self._build()
-        self._set_loaded()
+        self.loaded.set_result(None)
 
     def is_due(self) -> bool:
         """Whether the real thread would wake up now."""
