@@ -1,7 +1,7 @@
 """The transports of each setting, and how to make them.
 
     setting   a receiver offers                                 a sender can take
-    auto      shm (Linux), zmq; on a GPU cuda, and NIXL         whatever is offered
+    auto      shm, zmq; on a GPU cuda, and NIXL                 whatever is offered
               for what lies on others, where there is RDMA
     cuda      the same                                          the same, but what lies on a GPU by cuda alone
     nixl      NIXL; on a GPU, also for what lies on others      NIXL
@@ -32,7 +32,6 @@ from broker.transports.nixl.receiver import NixlReceiver
 from broker.transports.nixl.sender import SEND_BYTES, NixlConnection, NixlCudaConnection, NixlCudaSender
 from broker.transports.redis.receiver import RedisReceiver
 from broker.transports.redis.sender import RedisConnection
-from broker.transports.shm import segment
 from broker.transports.shm.receiver import ShmReceiver
 from broker.transports.shm.sender import ShmConnection
 from broker.transports.zmq.transport import ZmqConnection, ZmqReceiver
@@ -77,7 +76,7 @@ def make_receivers(
     transport = _of_the_host(transport)
     if transport in ("zmq", "auto"):
         receivers.append(ZmqReceiver(means.context, means.host, on_arrival, max_bytes=max_bytes, stale_s=stale_s))
-    if transport in ("shm", "auto") and segment.AVAILABLE:
+    if transport in ("shm", "auto"):
         receivers.append(ShmReceiver(on_arrival, max_bytes=max_bytes))
     if transport == "nixl":
         try:
@@ -100,7 +99,7 @@ def make_connectors(means: TransportContext, transport: Transport) -> dict[str, 
     _check(means, transport)
     transport = _of_the_host(transport)
     connectors: dict[str, Connector] = {}
-    if transport in ("shm", "auto") and segment.AVAILABLE:
+    if transport in ("shm", "auto"):
         connectors[ShmConnection.scheme] = ShmConnection
     if transport in ("nixl", "auto") and nixl_library.module_name() is not None:
         agent = means.nixl_agent
@@ -138,7 +137,7 @@ def _takes_from_gpus(transport: Transport, host: str) -> bool:
 
 
 def _cuda_of(means: TransportContext, transport: Transport) -> CudaRuntime | None:
-    return means.cuda if transport in ("cuda", "auto") and segment.AVAILABLE else None
+    return means.cuda if transport in ("cuda", "auto") else None
 
 
 def _of_the_host(transport: Transport) -> Transport:
@@ -148,10 +147,8 @@ def _of_the_host(transport: Transport) -> Transport:
 
 def _check(means: TransportContext, transport: Transport) -> None:
     """Raise TriptychError("invalid_request") if this host lacks the transport."""
-    if transport == "cuda" and (means.cuda is None or not segment.AVAILABLE):
-        raise _unusable("cuda: this engine does not compute on a GPU of a Linux host; use another --transport")
-    if transport == "shm" and not segment.AVAILABLE:
-        raise _unusable("shm: this system has no memfd_create (Linux has); use --transport zmq")
+    if transport == "cuda" and means.cuda is None:
+        raise _unusable("cuda: this engine does not compute on a GPU; use another --transport")
     if transport == "nixl" and nixl_library.module_name() is None:
         raise _unusable("nixl: NIXL is not installed here: pip install 'triptych[nixl]', or use another --transport")
     if transport == "redis" and means.redis is None:

@@ -118,11 +118,6 @@ def check_machine(_: Settings) -> Iterator[Finding]:
 
 def _shared_memory() -> Iterator[Finding]:
     """Tensors travel in memfd files, which count as memory; locks of helper processes live in /dev/shm."""
-    from broker.transports.shm.segment import AVAILABLE
-
-    if not AVAILABLE:
-        yield Finding("shared memory", "fail", "no memfd_create", "Linux has it; or --transport zmq")
-        return
     try:
         with tempfile.TemporaryFile(dir="/dev/shm") as file:
             file.write(b"\0")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -87,8 +86,7 @@ class EncodeStage:
         self._add_metrics()
 
     def _build(self, cache_bytes: int, memory_share: float) -> EncoderEngine:
-        if sys.platform == "linux":  # where it is a thread's own
-            os.nice(MEDIA_NICENESS)
+        os.nice(MEDIA_NICENESS)  # of this thread alone
         context = self._context
         engine = EncoderEngine(context.info, context.engine_config, context.instance_id, cache_bytes, memory_share)
         self.taken_bytes = engine.taken_bytes

@@ -17,10 +17,8 @@ import numpy as np
 
 from broker.transports.received import Bytes
 
-AVAILABLE: Final = hasattr(os, "memfd_create")
-"""False elsewhere than on Linux."""
 _MAP_FIXED: Final = 0x10  # from Linux's mman-common.h
-_FIXED_SIZE: Final = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
+_FIXED_SIZE: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 @dataclass(frozen=True)
