@@ -41,7 +41,6 @@ from broker.transports.redis.wire import (
     Passing,
     announce,
     answers_key,
-    ask,
     chunk_key,
     pop,
     push,
@@ -49,7 +48,7 @@ from broker.transports.redis.wire import (
     renew,
 )
 from common.errors import TriptychError
-from common.messages import TensorHeader
+from common.messages import TensorHeader, encode
 
 _NUMBER: Final = re.compile(rb"\d{1,9}")
 
@@ -108,7 +107,7 @@ class RedisConnection:
             raise TriptychError("unavailable", f"{self._address} has given up a tensor")
         if answer is None:
             chunks.asked = True
-            await ask(self._redis, self._list, passing)
+            await push(self._redis, self._list, encode(passing))  # the receiver answers with the progress
         elif answer != DONE:
             chunks.note_waits_for(answer)
         return answer == DONE

@@ -66,11 +66,6 @@ async def announce(redis: Redis, list_key: str, passing: Passing) -> None:
         await pipe.execute()
 
 
-async def ask(redis: Redis, list_key: str, passing: Passing) -> None:
-    """Repeat the announcement: the receiver answers with the progress."""
-    await push(redis, list_key, encode(passing))
-
-
 async def renew(redis: Redis, list_key: str, passing: Passing, chunks: Iterable[int]) -> bool:
     """Extend the lease, and all keys of these chunks. Return False for an expired lease."""
     keys = [list_key, answers_key(list_key, passing), *(chunk_key(list_key, passing, number) for number in chunks)]
