@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, Literal, TypeAlias
+from typing import ClassVar, Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -27,7 +27,7 @@ from broker.transports.checksums import PIECE_BYTES
 from broker.transports.linked.wire import Announce
 from broker.transports.received import Bytes
 from broker.transports.shm import segment
-from broker.transports.shm.wire import PushOffer, PushWithdraw, ToReceiver, Written
+from broker.transports.shm.wire import SCHEME, PushOffer, PushWithdraw, ToReceiver, Written
 from common.hashing import Checksum
 from common.messages import TensorHeader
 
@@ -50,8 +50,9 @@ def is_worth_it(num_bytes: int) -> bool:
 class PushBuffer:
     """Memory for one tensor, shared with the receiver: the way out of the computing thread, ahead of the loop."""
 
-    def __init__(self, scheme: str, slot: int, header: TensorHeader, memory: Bytes, pushes: PushBuffers) -> None:
-        self.scheme = scheme
+    scheme: ClassVar[str] = SCHEME
+
+    def __init__(self, slot: int, header: TensorHeader, memory: Bytes, pushes: PushBuffers) -> None:
         self.sent_s: float | None = None
         """Unix time of the start of the early send; None if the tensor still has to be sent."""
         self._slot = slot
@@ -115,9 +116,8 @@ class PushBuffer:
 class PushBuffers:
     """The early sends over one connection, with `try_send`. Methods are for any thread, but `reserve` and `close`."""
 
-    def __init__(self, scheme: str, try_send: Callable[[ToReceiver, Sequence[int]], bool]) -> None:
+    def __init__(self, try_send: Callable[[ToReceiver, Sequence[int]], bool]) -> None:
         self.try_send = try_send
-        self._scheme = scheme
         self._open: set[int] = set()
         self._withdrawn: deque[int] = deque()  # not reported to the receiver yet
         self._reporting = threading.Lock()
@@ -137,7 +137,7 @@ class PushBuffers:
         finally:
             os.close(fd)
         self._open.add(slot)
-        buffer = PushBuffer(self._scheme, slot, header, memory, self)
+        buffer = PushBuffer(slot, header, memory, self)
         try:
             self._touching.submit(buffer.touch)
         except RuntimeError:  # no more threads

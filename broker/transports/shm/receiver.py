@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import socket
 import weakref
-from typing import Final
 
 from broker.transports.arena import aligned
 from broker.transports.linked import packets
@@ -16,11 +15,18 @@ from broker.transports.linked.receiver import LinkedPeer, LinkedReceiver
 from broker.transports.linked.wire import NONCE_BYTES, Announce, Welcome
 from broker.transports.received import Bytes, PushTarget, ReceivedTensor
 from broker.transports.shm import push_buffer, segment
-from broker.transports.shm.wire import VERSION, AnnounceBatch, Hello, PushOffer, PushWithdraw, Written, for_receiver
+from broker.transports.shm.wire import (
+    SCHEME,
+    VERSION,
+    AnnounceBatch,
+    Hello,
+    PushOffer,
+    PushWithdraw,
+    Written,
+    for_receiver,
+)
 from common.messages import encode
 from common.telemetry import get_logger
-
-SCHEME: Final = "shm+unix"
 
 log = get_logger()
 

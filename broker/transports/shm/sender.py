@@ -30,9 +30,8 @@ from broker.transports.linked.wire import NONCE_BYTES, Announce
 from broker.transports.shm import announce_batcher, segment
 from broker.transports.shm.announce_batcher import AnnounceBatcher
 from broker.transports.shm.push_buffer import PushBuffer, PushBuffers
-from broker.transports.shm.receiver import SCHEME
 from broker.transports.shm.segment import ArenaSlice
-from broker.transports.shm.wire import Hello, ToReceiver
+from broker.transports.shm.wire import SCHEME, Hello, ToReceiver
 from common.messages import TensorHeader, encode
 from common.telemetry import get_logger
 
@@ -97,7 +96,7 @@ class ShmLink(Link[memoryview, ArenaSlice]):
             self._packets.close()
             raise
         self.batcher = AnnounceBatcher(self._packets, self.reserve_now)
-        self._pushes = PushBuffers(ShmConnection.scheme, self._try_send)
+        self._pushes = PushBuffers(self._try_send)
 
     async def shake_hands(self) -> None:
         self._nonce = secrets.token_bytes(NONCE_BYTES)

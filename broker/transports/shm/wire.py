@@ -22,6 +22,7 @@ from broker.transports.base import make_decode
 from broker.transports.linked.wire import NONCE_BYTES, Announce
 from common.messages import Count, TensorHeader
 
+SCHEME: Final = "shm+unix"
 VERSION: Final = 4
 MAX_BATCH: Final = 16
 """Tensors of one AnnounceBatch."""

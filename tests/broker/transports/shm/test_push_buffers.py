@@ -57,7 +57,7 @@ class Receiver:
 
 
 def test_memory_that_was_not_touched_in_time_is_not_waited_for() -> None:
-    pushes = PushBuffers("test", lambda message, fds: True)
+    pushes = PushBuffers(lambda message, fds: True)
     pushes._touching.shutdown()
     pushes._touching = Busy()
     given = pushes.reserve(0, of_bytes(memoryview(bytes(1000))))
@@ -74,7 +74,7 @@ ACTIONS = ("reserve", "touch", "send", "discard", "full", "not full")
 def test_in_whatever_order_each_push_ends_once(actions: list[tuple[str, int]]) -> None:
     """Announced and received whole, or withdrawn, as soon as the receiver hears again; and its slot is free again."""
     receiver = Receiver()
-    pushes = PushBuffers("test", receiver.hear)
+    pushes = PushBuffers(receiver.hear)
     pushes._touching.shutdown()
     pushes._touching = Busy()
     out: list[PushBuffer] = []
@@ -110,7 +110,7 @@ def test_in_whatever_order_each_push_ends_once(actions: list[tuple[str, int]]) -
 def test_a_header_without_its_checksum_is_what_is_given() -> None:
     """So that both sides speak of one tensor: what is announced differs in the checksum alone."""
     receiver = Receiver()
-    pushes = PushBuffers("test", receiver.hear)
+    pushes = PushBuffers(receiver.hear)
     head = TensorHeader("r", 3, 1, "e0", 7, [750], "float32", 3000)
     given = pushes.reserve(0, head)
     assert given is not None
