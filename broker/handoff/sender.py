@@ -82,6 +82,7 @@ class Handoff:
     asked_again: bool = False  # whether the tensor has come, since it was sent
     patience_s: float = 0.0  # until then (monotonic) it is taken to be on its way
     last_sign_s: float = 0.0  # of life of the sender (monotonic)
+    early: PushBuffer | None = None  # discarded with the end of the handoff
 
     def mark(self, hop: str) -> None:
         self.times_s[hop] = time.time()
@@ -138,20 +139,16 @@ class HandoffSender:
             raise
 
     def reserve_early(self, handoff: Handoff) -> PushBuffer | None:
-        """Return a path for the computing thread to send the only tensor at once; None without a path.
-
-        Pass the path to `deliver` in any case, and discard it in the end.
-        """
+        """Return a path for the computing thread to send the only tensor at once; None without a path."""
         offer = handoff.offer
         if not isinstance(offer, Offer) or handoff.state != "granted":
             return None
         header = self._header(handoff, offer.shape, offer.dtype, offer.size_bytes)
-        return self._tensors.reserve_early(handoff.receiver, header)
+        handoff.early = self._tensors.reserve_early(handoff.receiver, header)
+        return handoff.early
 
-    async def deliver(
-        self, handoff: Handoff, shape: list[int], dtype: str, data: Payload, early: PushBuffer | None = None
-    ) -> None:
-        """Send the only tensor of a granted handoff, unless sent by `early` already, and complete the handoff.
+    async def deliver(self, handoff: Handoff, shape: list[int], dtype: str, data: Payload) -> None:
+        """Send the only tensor of a granted handoff, unless sent early already, and complete the handoff.
 
         Raises as `send` does, and "internal_error" where the tensor is not what was offered.
         """
@@ -160,13 +157,13 @@ class HandoffSender:
             if isinstance(offer, Offer) and (shape, dtype, data.nbytes) != (offer.shape, offer.dtype, offer.size_bytes):
                 what = f"made {shape} {dtype}, {data.nbytes} bytes; offered {offer.shape} {offer.dtype}"
                 raise self._ended("mismatch", TriptychError("internal_error", f"the encoder {what}"))
-            await self.send(handoff, Part(shape, dtype, data), early)
+            await self.send(handoff, Part(shape, dtype, data))
             self.complete(handoff)
         finally:
             self.close(key_of(offer))
 
-    async def send(self, handoff: Handoff, part: Part, early: PushBuffer | None = None) -> None:
-        """Send the next part of a granted handoff, if not sent by `early`, and wait for its receipt.
+    async def send(self, handoff: Handoff, part: Part) -> None:
+        """Send the next part of a granted handoff, if not sent early, and wait for its receipt.
 
         Raises TriptychError: "internal_error" without a grant; "unavailable" if the receiver is gone, did not store the
         part, or found it damaged too often; "timeout" if no receipt came in time.
@@ -175,6 +172,7 @@ class HandoffSender:
             raise TriptychError("internal_error", f"send in state {handoff.state!r}: no tensor without a grant")
         loop = asyncio.get_running_loop()
         deadline_s = min(handoff.offer.deadline_s, time.monotonic() + self._timeout_s)
+        early = handoff.early
         sent_s = None if early is None else early.sent_s
         if early is not None and sent_s is not None:
             self._note_sent(handoff, sent_s)
@@ -270,6 +268,8 @@ class HandoffSender:
             handoff.state = "done"
             handoff.grant.cancel()
             handoff.receipt.cancel()
+            if handoff.early is not None:
+                handoff.early.discard()
 
     def review(self, instances: dict[str, InstanceRecord]) -> None:
         """End handoffs to a receiver that is gone or has restarted. Called with the heartbeat."""

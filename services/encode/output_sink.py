@@ -43,7 +43,6 @@ class RemoteSink:
         self._context = context
         self._handoffs = handoffs
         self._granted: dict[Key, Handoff] = {}
-        self._early: dict[Key, PushBuffer] = {}
 
     async def offer(self, key: Key, message: Encode, item: ProcessedInput) -> bool:
         deadline_s = min(message.deadline_s, time.monotonic() + self._context.settings.handoff_timeout_s)
@@ -58,22 +57,15 @@ class RemoteSink:
     async def deliver(self, key: Key, tensor: torch.Tensor) -> None:
         handoff = self._granted[key]
         dtype = str(tensor.dtype).removeprefix("torch.")
-        early = self._early.get(key)
-        await self._handoffs.deliver(handoff, list(tensor.shape), dtype, payload_of(tensor), early)
+        await self._handoffs.deliver(handoff, list(tensor.shape), dtype, payload_of(tensor))
         self._context.hops.mark_sent(key, handoff.times_s)
 
     def early(self, key: Key) -> Callable[[torch.Tensor], None] | None:
         handoff = self._granted[key]
         early = self._handoffs.reserve_early(handoff) if self._context.cuda is None else None
-        if early is None:
-            return None
-        self._early[key] = early
-        return partial(_send_as_offered, early, handoff.offer)
+        return None if early is None else partial(_send_as_offered, early, handoff.offer)
 
     def close(self, key: Key) -> None:
-        early = self._early.pop(key, None)
-        if early is not None:
-            early.discard()
         self._granted.pop(key, None)
         self._handoffs.close(key)
 

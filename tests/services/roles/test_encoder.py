@@ -94,9 +94,9 @@ class Setting:
 
     async def computing(self, num_items: int) -> None:
         """So many items wait for the engine, and memory that has been given for their outputs has been touched."""
-        early = self.worker.role.stage._sink._early
+        granted = self.worker.role.stage._sink._granted
         await eventually(lambda: self.worker.gauge("encoder_items_computing") == num_items)
-        await eventually(lambda: all(given._state == "ready" for given in early.values()))
+        await eventually(lambda: all(one.early is None or one.early._state == "ready" for one in granted.values()))
 
     async def reply(self, request_id: str) -> Encoded:
         return await self.worker.one(Encoded, request_id)
