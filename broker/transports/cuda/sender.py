@@ -29,7 +29,6 @@ from broker.transports.cuda.wire import ArenaHello
 from broker.transports.linked.sender import Link, LinkedConnection
 from broker.transports.linked.wire import NONCE_BYTES, Announce
 from broker.transports.payload import DeviceBuffer
-from common.errors import TriptychError
 from common.messages import TensorHeader, encode
 from common.telemetry import get_logger
 
@@ -126,11 +125,6 @@ class CudaLink(Link[DeviceBuffer, _DeviceSlice]):
                 await self._next_change()
         finally:
             self.release(part)
-
-    def check_size(self, num_bytes: int) -> None:
-        most = min(self._max_bytes, self._arena.size_bytes // LINK_SHARE)
-        if num_bytes > most:
-            raise TriptychError("invalid_request", f"{num_bytes} bytes; this way takes {most} at most")
 
     def reserve_now(self, num_bytes: int) -> _DeviceSlice | None:
         """Reserve a slice; None if memory is short now, or this receiver holds its share."""
