@@ -71,7 +71,7 @@ class Outgoing:
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
-        self._kept: list[weakref.ref[torch.Tensor]] = []
+        self._kept: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # by id
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a complete tensor's values contiguous, on any thread."""
@@ -79,10 +79,8 @@ class Outgoing:
         if whole.device.type == "cpu":
             return whole.contiguous()
         with self._lock:
-            alive = [(reference, kept.nbytes) for reference in self._kept if (kept := reference()) is not None]
-            self._kept = [reference for reference, _ in alive]
-            if sum(size for _, size in alive) + whole.nbytes <= self._limit_bytes:
-                self._kept.append(weakref.ref(whole))
+            if sum(kept.nbytes for kept in self._kept.values()) + whole.nbytes <= self._limit_bytes:
+                self._kept[id(whole)] = whole
                 return whole
         return _pinned(whole)
 
