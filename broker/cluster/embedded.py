@@ -11,8 +11,8 @@ import threading
 from collections import deque
 from urllib.parse import quote
 
-from broker.cluster.lifetime import tied_command
 from common.errors import TriptychError
+from common.process.lifetime import tied_command
 from common.process.ports import free_port
 
 _CONFIG = """\

@@ -1,8 +1,8 @@
 """Work on data of untrusted clients in separate processes: a bad item can end a helper, never the service.
 
-A helper has a memory limit and a time limit, ends first when the system runs out of memory, and writes no core dump.
-The death of a helper ends all helpers. Their items are tried once more, each item alone, so that a crash is blamed on
-the right item.
+A helper has a memory limit and a time limit, ends with its parent, ends first when the system runs out of memory, and
+writes no core dump. The death of a helper ends all helpers. Their items are tried once more, each item alone, so that a
+crash is blamed on the right item.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import functools
 import multiprocessing
 import os
 import resource
+import signal
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -21,6 +22,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 from common.errors import TriptychError
 from common.process import malloc
+from common.process.lifetime import die_with_parent
 from common.telemetry import get_logger
 
 MEDIA_NICENESS: Final = 10
@@ -49,7 +51,7 @@ class ChildPool:
         `timeout_s` bounds an item from its start, `memory_bytes` its memory beyond an idle process. `on_crash` is
         called on the loop when a process has died, or has taken too long.
         """
-        self._initializer = (memory_bytes, initialize, arguments)
+        self._initializer = (memory_bytes, os.getpid(), initialize, arguments)
         self._work = work
         self._num_workers = num_workers
         self._on_crash = on_crash
@@ -165,12 +167,16 @@ class ChildPool:
         return executor, [executor.submit(os.getpid) for _ in range(self._num_workers)]
 
 
-def _begin_child(memory_bytes: int, initialize: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _begin_child(
+    memory_bytes: int, parent_pid: int, initialize: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
     """Initialize a new helper, then let it take `memory_bytes` of address space beyond its size: beyond that limit
-    follows a MemoryError or the end.
+    follows a MemoryError or the end. The terminal's Ctrl-C ends the parent alone, the helper ends with it.
 
     Elsewhere than on Linux, only core dumps are turned off.
     """
+    die_with_parent(parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(MEDIA_NICENESS)
     initialize(*arguments)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it would hold a client's image

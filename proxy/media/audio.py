@@ -10,7 +10,6 @@ The data are untrusted and decoded in helper processes: a crash there does not e
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,8 +21,9 @@ import soundfile
 
 from common.errors import TriptychError
 from common.media import containers
+from common.process import malloc
 from common.process.child_pool import ChildPool
-from proxy.media.helper_process import initialize, naming
+from proxy.media.helper_process import naming
 from proxy.media.voice import VoiceOptions, regions
 
 MAX_AUDIO_S: Final = 2 * 3600.0
@@ -75,8 +75,8 @@ class AudioWindows(ChildPool):
     def __init__(self, on_crash: Callable[[], object] = lambda: None) -> None:
         """`on_crash` is called on the loop when a helper has died or exceeded TIMEOUT_S."""
         super().__init__(
-            initialize,
-            (os.getpid(),),
+            malloc.map_large_blocks,
+            (),
             work="decoding",
             num_workers=NUM_PROCESSES,
             timeout_s=TIMEOUT_S,

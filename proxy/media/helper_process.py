@@ -1,15 +1,12 @@
-"""For helper processes that read media of clients: their start, their errors, and data that they share."""
+"""For helper processes that read media of clients: their errors, and data that they share."""
 
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from broker.cluster.lifetime import die_with_parent
 from common.errors import TriptychError
-from common.process import malloc
 
 
 @contextmanager
@@ -30,10 +27,3 @@ def shared(data: bytes) -> Iterator[str]:
         while view:
             view = view[file.write(view) or 0 :]
         yield f"/proc/{os.getpid()}/fd/{descriptor}"
-
-
-def initialize(parent_pid: int) -> None:
-    """Prepare a helper process: end with the parent, ignore the terminal's Ctrl-C, return large blocks of memory."""
-    malloc.map_large_blocks()
-    die_with_parent(parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)

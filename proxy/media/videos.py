@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Final
 
@@ -10,8 +9,9 @@ from common.config import Settings
 from common.media.video_rules import VideoRules, read_rules
 from common.media.videos import MAX_PIECES_BYTES, VideoLimits, cut
 from common.model_info import ModelInfo
+from common.process import malloc
 from common.process.child_pool import ChildPool
-from proxy.media.helper_process import initialize, naming, shared
+from proxy.media.helper_process import naming, shared
 
 TIMEOUT_S: Final = 60.0
 """The packets of the longest video are read in a fraction of this."""
@@ -34,8 +34,8 @@ class VideoCutter(ChildPool):
             max_tokens=max_model_len,
         )
         super().__init__(
-            initialize,
-            (os.getpid(),),
+            malloc.map_large_blocks,
+            (),
             work="reading",
             num_workers=1,
             timeout_s=TIMEOUT_S,

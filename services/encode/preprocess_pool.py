@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from broker.cluster.lifetime import die_with_parent
 from common.messages import MediaKind
 from common.process.child_pool import ChildPool
 
@@ -94,7 +92,7 @@ class PreprocessPool(ChildPool):
         self.gate = MemoryGate(staging_bytes, num_workers)
         super().__init__(
             initialize,
-            (os.getpid(), model, dtype),
+            (model, dtype),
             work="preprocessing",
             num_workers=num_workers,
             timeout_s=timeout_s,
@@ -122,10 +120,8 @@ def _staged_bytes(item: ProcessedInput) -> int:
     return sum(array.nbytes for array in item.arrays.values())
 
 
-def initialize(parent_pid: int, model: str, dtype: str) -> None:
-    """Prepare a child: one CPU thread, ended with the parent, deaf to the terminal's Ctrl-C, processor loaded."""
-    die_with_parent(parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def initialize(model: str, dtype: str) -> None:
+    """Prepare a child: one CPU thread, processor loaded."""
     os.environ["OMP_NUM_THREADS"] = "1"
     from engine.processors import init_worker
 

@@ -16,7 +16,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from broker.cluster.embedded import find_server
-from broker.cluster.lifetime import tied_command
+from common.process.lifetime import tied_command
 from common.process.ports import free_port
 
 NAME = "mymaster"

@@ -19,7 +19,6 @@ import zmq
 import zmq.asyncio
 from msgspec.msgpack import decode
 
-from broker.cluster.lifetime import die_with_parent
 from broker.cluster.redis_client import connect
 from broker.transports.cuda.library import CudaLibrary
 from broker.transports.cuda.receiver import SCHEME as CUDA_SCHEME
@@ -31,6 +30,7 @@ from broker.transports.tensors import ReceivedTensor, TensorReceiver, TensorSend
 from common.config import Transport
 from common.messages import InstanceRecord, TensorHeader, encode
 from common.process import malloc
+from common.process.lifetime import die_with_parent
 
 PLAIN_ZMQ = "plain pyzmq"
 """A loop with `copy=False` on either side, the fastest that it has."""
