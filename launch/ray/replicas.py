@@ -78,7 +78,7 @@ class WorkerReplica:
         self._logs = Path(tempfile.mkdtemp(prefix="triptych-ray-"))
         port = reserve_port(host, 0)
         self._settings = Settings(**{**values, "host": host, "port": port})
-        info = await asyncio.to_thread(load_model_info, self._settings.model)
+        info = await asyncio.to_thread(load_model_info, self._settings.model, self._settings.lora_modules)
         # Fractions of a GPU are Ray's to give; cores and memory of a host are shared as if all workers were here.
         shared = Topology(**{role: 1}) if runs_on_gpu(self._settings.engine) else parse_topology(topology)
         name = f"{LETTERS[role]}-{serve.get_replica_context().replica_id.unique_id}"
@@ -168,7 +168,7 @@ class LateProxy:
         settings = Settings(**{**self._values, "host": _node_address(), "port": 0})
         instance_id = f"proxy-{context.replica_id.unique_id}"
         setup_logging(settings.log_level, settings.log_format, instance_id)
-        info = await asyncio.to_thread(load_model_info, settings.model)
+        info = await asyncio.to_thread(load_model_info, settings.model, settings.lora_modules)
         self._service = Service(settings, info, instance_id)
         self._app = make_app(self._service, 0)
 
