@@ -186,7 +186,7 @@ class ApiClient:
                 await self._generate("/v1/completions", {"prompt": job.prompt}, outcome, on_text)
         except httpx.HTTPError as error:
             outcome.error = f"{type(error).__name__}: {error}".rstrip(": ")
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             outcome.error = f"the answer is not as OpenAI's API has it: {error!r}"
         outcome.latency_s = time.perf_counter() - outcome.began
         return outcome
@@ -243,21 +243,18 @@ async def _add_events(response: httpx.Response, outcome: ClientResult, on_text: 
     outcome.error = "the stream ended before the answer did"
     async for given in read_events(response.aiter_lines()):
         event = given or {}
-        if "error" in event:
-            outcome.error = str(event["error"].get("message", event["error"]))
+        if error := event.get("error"):
+            outcome.error = str(error.get("message", error) if isinstance(error, dict) else error)
             continue
         outcome.request_id = event.get("id", outcome.request_id)
-        choices = event.get("choices", [])
-        texts = (choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
-        text = "".join(texts) or event.get("delta", "")
-        if text:
+        if text := text_of(event):
             outcome.last_text_s = time.perf_counter() - outcome.began
             outcome.ttft_s = outcome.ttft_s or outcome.last_text_s
             outcome.text += text
             on_text(text)
         if event.get("type") == "transcript.text.done":
             outcome.text, outcome.error = str(event["text"]), None
-        elif any(choice.get("finish_reason") for choice in choices):
+        elif any(choice.get("finish_reason") for choice in event.get("choices", [])):
             outcome.error = None
         outcome.completion_tokens = _output_tokens(event) or outcome.completion_tokens
 
@@ -268,6 +265,13 @@ async def read_events(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]
         if line.startswith("data:"):
             data = line.removeprefix("data:").strip()
             yield None if data == "[DONE]" else json.loads(data)
+
+
+def text_of(event: Mapping[str, Any]) -> str:
+    """Return the new text of an event of any of the three streams."""
+    choices = event.get("choices", [])
+    texts = (choice.get("text") or (choice.get("delta") or {}).get("content") or "" for choice in choices)
+    return "".join(texts) or event.get("delta") or ""
 
 
 def _describe(response: httpx.Response, body: bytes) -> str:

@@ -14,8 +14,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 
 class FakeApi:
-    """`fail` in a prompt: HTTP 400; `cut`: the stream ends early; `hang`: no answer; `hundred`: no
-    conversation; else it is `the answer`."""
+    """`fail` in a prompt: HTTP 400; `cut`: the stream ends early; `hang`: no answer; `hundred`: no conversation; a JSON
+    object: that as the first event; else it is `the answer`."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -82,6 +82,10 @@ class FakeApi:
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         try:
+            if prompt.startswith("{"):
+                yield f"data: {prompt}\n\n"
+                if json.loads(prompt).get("error"):
+                    return
             for piece in ("the ", "answer"):
                 yield _event({"choices": [{"index": 0, "delta": {"content": piece}, "finish_reason": None}]})
                 if "cut" in prompt:

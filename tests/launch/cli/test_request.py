@@ -119,6 +119,22 @@ def test_a_failed_request_is_named_with_its_reason(
     assert f"prompt #2: {reason}" in output
 
 
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        ('{"error": "no memory"}', "✗ prompt: no memory"),
+        ('{"choices": ["text"]}', "✗ prompt: the answer is not as OpenAI's API has it"),
+        ('{"choices": [{"delta": null}], "error": null, "usage": null}', "✓ prompt: the answer "),
+        ('{"choices": [], "delta": null}', "✓ prompt: the answer "),
+    ],
+)
+def test_an_odd_event_ends_no_more_than_its_request(
+    api: FakeApi, event: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert request(api, [], event) == int(said.startswith("✗"))
+    assert said in capsys.readouterr().out
+
+
 def test_a_timeout_is_a_failure(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
     options = ClientOptions(api.url, None, max_tokens=8, temperature=0.0, timeout_s=0.3)
     assert run_requests([], "hang", options, parallel=1, repeat=1, live=False, together=False) == 1
