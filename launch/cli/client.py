@@ -229,13 +229,8 @@ class ApiClient:
                 await _add_events(response, outcome, on_text)
             else:
                 body = json.loads(await response.aread())
-                outcome.text, outcome.completion_tokens = str(body["text"]), _output_tokens(body)
+                outcome.text, outcome.completion_tokens = str(body["text"]), output_tokens(body)
                 on_text(outcome.text)
-
-
-def _output_tokens(body: dict[str, Any]) -> int | None:
-    usage = body.get("usage") or {}
-    return usage.get("completion_tokens", usage.get("output_tokens"))
 
 
 async def _add_events(response: httpx.Response, outcome: ClientResult, on_text: OnText) -> None:
@@ -256,7 +251,7 @@ async def _add_events(response: httpx.Response, outcome: ClientResult, on_text: 
             outcome.text, outcome.error = str(event["text"]), None
         elif any(choice.get("finish_reason") for choice in event.get("choices", [])):
             outcome.error = None
-        outcome.completion_tokens = _output_tokens(event) or outcome.completion_tokens
+        outcome.completion_tokens = output_tokens(event) or outcome.completion_tokens
 
 
 async def read_events(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any] | None]:
@@ -272,6 +267,12 @@ def text_of(event: Mapping[str, Any]) -> str:
     choices = event.get("choices", [])
     texts = (choice.get("text") or (choice.get("delta") or {}).get("content") or "" for choice in choices)
     return "".join(texts) or event.get("delta") or ""
+
+
+def output_tokens(body: Mapping[str, Any]) -> int | None:
+    """Return the tokens of the answer as an answer or an event counts them; None without a count."""
+    usage = body.get("usage") or {}
+    return usage.get("completion_tokens", usage.get("output_tokens"))
 
 
 def _describe(response: httpx.Response, body: bytes) -> str:

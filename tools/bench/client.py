@@ -7,7 +7,6 @@ to refuse one; httpcore, the library below it, takes a fraction.
 from __future__ import annotations
 
 import asyncio
-import base64
 import codecs
 import itertools
 import json
@@ -19,7 +18,7 @@ from typing import Any, Final
 import httpcore
 import httpx
 
-from launch.cli.client import read_events
+from launch.cli.client import ClientRequest, Media, output_tokens, read_events, text_of
 from tools.bench.workloads import BenchRequest
 
 TIMEOUT_S: Final = 600.0
@@ -118,8 +117,7 @@ async def _read_stream(response: httpcore.Response, request_id: str, began_s: fl
         if piece := text_of(event):
             text += piece
             times_s.append(time.perf_counter())
-        usage = event.get("usage") or {}
-        num_tokens = int(usage.get("completion_tokens") or usage.get("output_tokens") or num_tokens)
+        num_tokens = output_tokens(event) or num_tokens
     latency_s = time.perf_counter() - began_s
     if status == 200 and not num_tokens:
         num_tokens = len(text.split())  # of a server that sends no usage
@@ -134,16 +132,6 @@ async def _lines(response: httpcore.Response) -> AsyncIterator[str]:
         *lines, rest = (rest + decoder.decode(data)).split("\n")
         for line in lines:
             yield line
-
-
-def text_of(event: Mapping[str, Any]) -> str:
-    """Return the new text of an event of any of the three streams."""
-    if event.get("type") == "transcript.text.delta":
-        return str(event["delta"])
-    return "".join(
-        str(choice.get("text") or (choice.get("delta") or {}).get("content") or "")
-        for choice in event.get("choices", [])
-    )
 
 
 def payload_of(
@@ -165,7 +153,6 @@ def payload_of(
     }
     if request.kind == "text":
         return "/v1/completions", {"json": {"prompt": request.prompt_token_ids, **options}}
-    urls = ["data:image/png;base64," + base64.b64encode(data).decode() for data in request.pictures]
-    images: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    content = [*images, {"type": "text", "text": request.question}]
-    return "/v1/chat/completions", {"json": {"messages": [{"role": "user", "content": content}], **options}}
+    pictures = tuple(Media("picture.png", "image/png", data) for data in request.pictures)
+    messages = [ClientRequest("", request.question, pictures).message]
+    return "/v1/chat/completions", {"json": {"messages": messages, **options}}

@@ -7,7 +7,6 @@ With --limits the exit status is 1 where a figure is over its limit.
 
 from __future__ import annotations
 
-import base64
 import io
 import os
 import sys
@@ -22,6 +21,7 @@ import typer
 from PIL import Image
 
 from common.config import Settings
+from launch.cli.client import ClientRequest, Media
 from launch.cluster.local_cluster import LocalCluster
 from tools.house.measure import show
 
@@ -69,11 +69,8 @@ def _ask(url: str, shade: int) -> None:
     """One streamed chat request about an image of its own."""
     png = io.BytesIO()
     Image.new("RGB", (112, 112), (200, 40, shade)).save(png, "PNG")
-    image = "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
-    question = {"type": "text", "text": "What does the sign say?"}
-    content = [{"type": "image_url", "image_url": {"url": image}}, question]
-    messages = [{"role": "user", "content": content}]
-    body = {"model": "signpost", "stream": True, "max_tokens": 8, "messages": messages}
+    question = ClientRequest("", "What does the sign say?", (Media("sign.png", "image/png", png.getvalue()),))
+    body = {"model": "signpost", "stream": True, "max_tokens": 8, "messages": [question.message]}
     httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60, trust_env=False).raise_for_status()
 
 
