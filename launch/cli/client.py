@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from common.errors import TriptychError
+from common.errors import TriptychError, invalid
 from common.keys import bearer
 
 _HINT = ": use /v1/completions"
@@ -95,7 +95,7 @@ def client_options(
 ) -> ClientOptions:
     """Return options for the API at `url`, or of the cluster that runs here, with the API key of the settings.
 
-    Raises TriptychError("invalid_request") where several clusters run here, or the settings are wrong.
+    Raises TriptychError("invalid_request") where several clusters run here, and for a URL or settings that are wrong.
     """
     from common.keys import own_api_key
     from launch.cluster.configure import load_settings
@@ -103,6 +103,10 @@ def client_options(
 
     base_url, api_key = (url or local_url()).rstrip("/").removesuffix("/v1"), own_api_key(load_settings({}))
     base_url = base_url if "://" in base_url else f"http://{base_url}"
+    try:
+        httpx.URL(base_url, port=urlsplit(base_url).port)
+    except (httpx.InvalidURL, ValueError) as error:
+        raise invalid(f"{base_url} is no URL: {error}", "url") from error
     return ClientOptions(base_url, model, max_tokens, temperature, timeout_s, api_key)
 
 
@@ -142,7 +146,7 @@ class ApiClient:
                 raise TriptychError("invalid_api_key", f"{self._options.url} {why}")
             response.raise_for_status()
             served = [str(entry["id"]) for entry in response.json()["data"]]
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             message = (
                 f"no OpenAI API at {self._options.url} ({error or type(error).__name__}); start one: triptych serve"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 import signal
 import subprocess
 import sys
@@ -62,6 +63,13 @@ def test_many_requests_have_percentiles(api: FakeApi, capsys: pytest.CaptureFixt
 def test_an_address_needs_no_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
     urls = ("127.0.0.1:8123", "http://127.0.0.1:8123/v1/", "http://127.0.0.1:8123")
     assert {client_options(url, None, 1, None, 1.0).url for url in urls} == {"http://127.0.0.1:8123"}
+
+
+@pytest.mark.parametrize("url", ["http://localhost:80x", "http://localhost:80808", "http://[::1", "http://a\x01"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(TriptychError, match=re.escape(f"{url} is no URL")) as raised:
+        client_options(url, None, 1, None, 1.0)
+    assert raised.value.info.code == "invalid_request"
 
 
 def test_every_picture_is_a_request_of_its_own(api: FakeApi, pictures: list[Path]) -> None:
