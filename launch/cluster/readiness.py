@@ -15,7 +15,7 @@ from broker.handoff.channels import ChannelName, stream_key
 from common.errors import invalid
 from common.messages import InstanceRecord
 from launch.cluster.instance import Instance, State
-from launch.cluster.plan import Plan
+from launch.cluster.plan import PROXY_ID, Plan
 
 _BROKER_TIMEOUT_S = 3.0
 
@@ -125,7 +125,7 @@ async def check_broker(broker_url: str, plan: Plan) -> None:
         running = await Registry(redis, cluster).instances()
     finally:
         await redis.aclose()
-    taken = sorted(running.keys() & {instance_id for instance_id, _ in plan.topology.workers()})
+    taken = sorted(running.keys() & {PROXY_ID, *(instance_id for instance_id, _ in plan.topology.workers())})
     if taken:
         where = f"cluster {cluster!r} at {without_secrets(broker_url)}"
         message = f"{where} already runs {', '.join(taken)}: give this one another --cluster"

@@ -9,10 +9,16 @@ from typing import Any
 import httpx
 import pytest
 
+from broker.cluster.embedded import EmbeddedBroker
+from broker.cluster.redis_client import connect
+from broker.cluster.registry import Registry
+from common.config import Settings
+from common.errors import TriptychError
 from common.messages import InstanceRecord
 from launch.cluster.children import Command
 from launch.cluster.instance import Instance, State
-from launch.cluster.readiness import ReadinessProbe
+from launch.cluster.plan import make_plan
+from launch.cluster.readiness import ReadinessProbe, check_broker
 from tests.broker.conftest import make_record
 
 Registered = dict[str, InstanceRecord]
@@ -90,3 +96,14 @@ async def test_a_proxy_that_is_ready_before_its_entry_has_been_read_is_so_at_the
         assert await probe.changes([proxy]) == [(proxy, "ready")]
         proxy.state = "ready"
         assert await probe.changes([proxy]) == []
+
+
+async def test_a_cluster_of_other_roles_is_refused_where_its_proxy_would_have_a_name_that_is_taken() -> None:
+    plan = make_plan(Settings(model="signpost", port=0), "1e1p1d")
+    with EmbeddedBroker() as url:
+        async with connect(url) as redis:
+            await Registry(redis, plan.settings.cluster).register(make_record("pd0", "prefill_decode"))
+            await check_broker(url, plan)
+            await Registry(redis, plan.settings.cluster).register(make_record("proxy", "proxy"))
+        with pytest.raises(TriptychError, match="already runs proxy: give this one another --cluster"):
+            await check_broker(url, plan)
