@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 from broker.cluster.redis_client import connect, wait_until_reachable, without_secrets
 from broker.cluster.registry import Registry
 from broker.handoff.channels import ChannelName, stream_key
-from common.errors import invalid
+from common.errors import TriptychError, invalid
 from common.messages import InstanceRecord
 from launch.cluster.instance import Instance, State
 from launch.cluster.plan import PROXY_ID, Plan
@@ -123,6 +123,8 @@ async def check_broker(broker_url: str, plan: Plan) -> None:
     try:
         await wait_until_reachable(redis, _BROKER_TIMEOUT_S)
         running = await Registry(redis, cluster).instances()
+    except RedisError as error:
+        raise TriptychError("unavailable", f"the broker does not answer: {error}", "broker") from error
     finally:
         await redis.aclose()
     taken = sorted(running.keys() & {PROXY_ID, *(instance_id for instance_id, _ in plan.topology.workers())})

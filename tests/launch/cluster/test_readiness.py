@@ -107,3 +107,13 @@ async def test_a_cluster_of_other_roles_is_refused_where_its_proxy_would_have_a_
             await Registry(redis, plan.settings.cluster).register(make_record("proxy", "proxy"))
         with pytest.raises(TriptychError, match="already runs proxy: give this one another --cluster"):
             await check_broker(url, plan)
+
+
+async def test_a_broker_whose_registry_may_not_be_read_is_a_sentence() -> None:
+    plan = make_plan(Settings(model="signpost", port=0))
+    with EmbeddedBroker() as url:
+        async with connect(url) as redis:
+            await redis.execute_command("ACL", "SETUSER", "weak", "on", ">secret", "+@connection")
+        other = f"redis://weak:secret@{url.rpartition('@')[2]}"
+        with pytest.raises(TriptychError, match=r"the broker does not answer: .*smembers"):
+            await check_broker(other, plan)
