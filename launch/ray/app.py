@@ -41,15 +41,16 @@ class Arguments(BaseModel):
     """Arguments of `serve run launch.ray:app`: on the command line (name=value) or below `args` in a Serve file.
 
     Roles are named as in a topology: e, p, d, pd or epd. `resources` are Ray's own options of the actors of a role, as
-    {"pd": {"num_gpus": 0.8}, "e": {"num_gpus": 0.2}}; `settings` are those of triptych.toml.
+    {"pd": {"num_gpus": 0.8}, "e": {"num_gpus": 0.2}}; `settings` are those of triptych.toml. Environment and file
+    give what is None.
     """
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str = "signpost"
+    model: str | None = None
     topology: str | None = None
     broker: str | None = None
-    cluster: str = "triptych"
+    cluster: str | None = None
     proxies: int = Field(default=1, ge=1)
     resources: dict[str, dict[str, Any]] = {}
     scaling: dict[str, Scaling] = {}

@@ -30,6 +30,15 @@ def test_each_role_of_the_topology_is_a_deployment_beside_proxy_and_broker():
     }
 
 
+def test_what_is_not_given_is_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIPTYCH_MODEL", "numerals")
+    monkeypatch.setenv("TRIPTYCH_CLUSTER", "staging")
+    values = deployments(Arguments(topology="1e1pd"))["encoder"].init_args[0]
+    assert (values["model"], values["cluster"]) == ("numerals", "staging")
+    values = deployments(Arguments(model="signpost", topology="1e1pd"))["encoder"].init_args[0]
+    assert (values["model"], values["cluster"]) == ("signpost", "staging")
+
+
 def test_a_broker_of_your_own_takes_the_place_of_ours():
     assert "broker" not in deployments(Arguments(topology="1epd", broker="redis://10.0.0.5:6379"))
 
