@@ -82,7 +82,7 @@ def application_of(settings: Settings, arguments: Arguments | None = None) -> Ap
         own = _with_share(settings, options.get("num_gpus", 0))
         grace_s = own.request_timeout_s + 10.0
         worker = _deployment(role, WorkerReplica, options, graceful_shutdown_timeout_s=grace_s, **counts)
-        workers.append(worker.bind(_dumped(own), str(topology), role, broker))
+        workers.append(worker.bind(own, str(topology), role, broker))
     front = _proxy(settings, arguments, broker is not None)
     return cast("Application", front.bind(broker, *workers))
 
@@ -95,12 +95,6 @@ def _plan(settings: Settings) -> tuple[Settings, Topology]:
     if ClusterKey.of(settings) is None:
         update["cluster_key"] = SecretStr(ClusterKey.generate().reveal())
     return settings.model_copy(update=update), topology
-
-
-def _dumped(settings: Settings) -> dict[str, Any]:
-    """Return what a replica needs to make the same settings, secrets in clear: only Ray's own store sees them."""
-    values = settings.model_dump(exclude_none=True)
-    return {name: value.get_secret_value() if isinstance(value, SecretStr) else value for name, value in values.items()}
 
 
 def _with_share(settings: Settings, num_gpus: float) -> Settings:
@@ -136,10 +130,8 @@ def _counts(count: int, scaling: Scaling | None) -> dict[str, Any]:
 
 
 def _proxy(settings: Settings, arguments: Arguments, own_broker: bool) -> Any:
-    values = _dumped(settings)
-
     def make() -> LateProxy:
-        return LateProxy(values, own_broker)
+        return LateProxy(settings, own_broker)
 
     options = {"num_cpus": 1, **arguments.resources.get("proxy", {})}
     return _deployment(

@@ -68,16 +68,14 @@ class BrokerReplica:
 class WorkerReplica:
     """One worker process. The replica is up when the worker is ready, healthy while it is, and drains it at its end."""
 
-    async def __init__(self, values: dict[str, Any], topology: str, role: Role, broker: Any) -> None:  # type: ignore[misc]
+    async def __init__(self, settings: Settings, topology: str, role: Role, broker: Any) -> None:  # type: ignore[misc]
         """Start the worker and wait until it is ready. Raises RuntimeError with its last words if it ends before."""
         self._broker = broker
-        values = dict(values)
-        if broker is not None:
-            values["broker"] = await broker.url.remote()
+        url = settings.broker if broker is None else await broker.url.remote()
         host = _node_address()
         self._logs = Path(tempfile.mkdtemp(prefix="triptych-ray-"))
         port = reserve_port(host, 0)
-        self._settings = Settings(**{**values, "host": host, "port": port})
+        self._settings = settings.model_copy(update={"broker": url, "host": host, "port": port})
         info = await asyncio.to_thread(load_model_info, self._settings.model, self._settings.lora_modules)
         # Fractions of a GPU are Ray's to give; cores and memory of a host are shared as if all workers were here.
         shared = Topology(**{role: 1}) if runs_on_gpu(self._settings.engine) else parse_topology(topology)
@@ -137,8 +135,8 @@ class WorkerReplica:
 class LateProxy:
     """The proxy as an ASGI application, made once Serve starts it: only then is the broker's URL known."""
 
-    def __init__(self, values: dict[str, Any], own_broker: bool) -> None:
-        self._values, self._own_broker = dict(values), own_broker
+    def __init__(self, settings: Settings, own_broker: bool) -> None:
+        self._settings, self._own_broker = settings, own_broker
         self._app: Any = None
         self._service: Any = None
 
@@ -163,9 +161,8 @@ class LateProxy:
         from proxy.service import Service
 
         context = serve.get_replica_context()
-        if self._own_broker:
-            self._values["broker"] = await self._broker_url()
-        settings = Settings(**{**self._values, "host": _node_address(), "port": 0})
+        url = await self._broker_url() if self._own_broker else self._settings.broker
+        settings = self._settings.model_copy(update={"broker": url, "host": _node_address(), "port": 0})
         instance_id = f"proxy-{context.replica_id.unique_id}"
         setup_logging(settings.log_level, settings.log_format, instance_id)
         info = await asyncio.to_thread(load_model_info, settings.model, settings.lora_modules)

@@ -33,10 +33,10 @@ def test_each_role_of_the_topology_is_a_deployment_beside_proxy_and_broker():
 def test_what_is_not_given_is_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIPTYCH_MODEL", "numerals")
     monkeypatch.setenv("TRIPTYCH_CLUSTER", "staging")
-    values = deployments(Arguments(topology="1e1pd"))["encoder"].init_args[0]
-    assert (values["model"], values["cluster"]) == ("numerals", "staging")
-    values = deployments(Arguments(model="signpost", topology="1e1pd"))["encoder"].init_args[0]
-    assert (values["model"], values["cluster"]) == ("signpost", "staging")
+    settings = deployments(Arguments(topology="1e1pd"))["encoder"].init_args[0]
+    assert (settings.model, settings.cluster) == ("numerals", "staging")
+    settings = deployments(Arguments(model="signpost", topology="1e1pd"))["encoder"].init_args[0]
+    assert (settings.model, settings.cluster) == ("signpost", "staging")
 
 
 def test_a_broker_of_your_own_takes_the_place_of_ours():
@@ -48,7 +48,7 @@ def test_resources_are_rays_own_and_a_fraction_of_a_gpu_is_the_same_of_its_memor
     encoder = deployments(arguments)["encoder"]
     assert encoder.ray_actor_options["num_cpus"] == 3
     assert encoder.ray_actor_options["num_gpus"] == 0.25
-    assert encoder.init_args[0]["engine"]["memory_fraction"] == 0.25 * GPU_FRACTION
+    assert encoder.init_args[0].engine.memory_fraction == 0.25 * GPU_FRACTION
 
 
 def test_a_role_scales_between_its_bounds():
@@ -59,9 +59,9 @@ def test_a_role_scales_between_its_bounds():
 
 def test_replicas_of_one_application_have_one_key_and_another_application_another():
     one, other = (deployments(Arguments(topology="1e1pd")) for _ in range(2))
-    key = one["encoder"].init_args[0]["cluster_key"]
-    assert one["prefill_decode"].init_args[0]["cluster_key"] == key
-    assert other["encoder"].init_args[0]["cluster_key"] != key
+    key = one["encoder"].init_args[0].cluster_key
+    assert one["prefill_decode"].init_args[0].cluster_key == key
+    assert other["encoder"].init_args[0].cluster_key != key
 
 
 @pytest.mark.parametrize(

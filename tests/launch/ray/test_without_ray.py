@@ -32,8 +32,8 @@ async def test_a_proxy_has_the_adapters_without_which_it_would_use_no_worker(
     monkeypatch.setattr(replicas, "_node_address", lambda: "127.0.0.1")
     monkeypatch.setattr("proxy.app.make_app", make_app)
     monkeypatch.setattr(replicas, "setup_logging", lambda *_: None)
-    values = {"model": "signpost", "broker": "redis://127.0.0.1:1", "lora_modules": (f"poems={tmp_path}",)}
-    await replicas.LateProxy(values, own_broker=False)({}, None, None)  # type: ignore[arg-type]
+    settings = Settings(model="signpost", broker="redis://127.0.0.1:1", lora_modules=(f"poems={tmp_path}",))
+    await replicas.LateProxy(settings, own_broker=False)({}, None, None)  # type: ignore[arg-type]
     assert made[0].info.adapters == {"poems": tmp_path}
 
 
