@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import httpx
@@ -22,6 +19,7 @@ from common.model_info import load_model_info
 from common.process.ports import reserve_port
 from common.telemetry import setup_logging
 from launch.cluster.children import Child
+from launch.cluster.log_folders import LogFolder
 from launch.cluster.plan import Plan
 from launch.cluster.shares import runs_on_gpu
 from launch.cluster.topology import LETTERS, Topology, parse_topology
@@ -73,7 +71,7 @@ class WorkerReplica:
         self._broker = broker
         url = settings.broker if broker is None else await broker.url.remote()
         host = _node_address()
-        self._logs = Path(tempfile.mkdtemp(prefix="triptych-ray-"))
+        self._logs = LogFolder()
         port = reserve_port(host, 0)
         self._settings = settings.model_copy(update={"broker": url, "host": host, "port": port})
         info = await asyncio.to_thread(load_model_info, self._settings.model, self._settings.lora_modules)
@@ -81,7 +79,7 @@ class WorkerReplica:
         shared = Topology(**{role: 1}) if runs_on_gpu(self._settings.engine) else parse_topology(topology)
         name = f"{LETTERS[role]}-{serve.get_replica_context().replica_id.unique_id}"
         plan = Plan(self._settings, info, shared)
-        instance = plan.worker(name, role, str(self._settings.broker), self._logs, port)
+        instance = plan.worker(name, role, str(self._settings.broker), self._logs.path, port)
         token = cluster_token(self._settings)
         headers = {"Authorization": bearer(token)} if token else {}
         self._http = httpx.AsyncClient(base_url=plan.base_url, headers=headers, timeout=_ANSWER_S, trust_env=False)
@@ -119,7 +117,7 @@ class WorkerReplica:
             child.kill()
             await child.wait()
         await self._http.aclose()
-        shutil.rmtree(self._logs, ignore_errors=True)
+        self._logs.close(keep=False)
 
     def _check_running(self) -> None:
         if not self._child.running:
