@@ -101,48 +101,38 @@ async def _run_all(
         await apply(Level(concurrency=min(4, max(1, len(jobs)))), client, jobs, 0, failed.append)
         if error := next((one.error for one in failed if one.error is not None), None):
             raise TriptychError("unavailable", f"the warm-up failed: {error}")
-        for number, level in enumerate(plan.levels):
-            jobs = repeat_jobs(once, plan.num_requests, fresh=plan.fresh, seed=plan.seed + number)
+        for seed, level in enumerate(plan.levels, plan.seed):
+            jobs = repeat_jobs(once, plan.num_requests, fresh=plan.fresh, seed=seed)
             results: list[ClientResult] = []
-            lag_s, interrupted = 0.0, False
-            with _Progress(str(level), len(jobs)) as progress:
-
-                def on_end(result: ClientResult, results: list[ClientResult] = results) -> None:
-                    results.append(result)
-                    progress.advance()
-
-                try:
-                    lag_s = await apply(level, client, jobs, plan.seed + number, on_end)
-                except asyncio.CancelledError:
-                    interrupted = True
-            runs.append(Run(str(level), results, plan.objectives, lag_s))
-            if interrupted:
+            lag_s = await _run_level(level, client, jobs, seed, results)
+            runs.append(Run(str(level), results, plan.objectives, lag_s or 0.0))
+            if lag_s is None:
                 return model, True
         return model, False
 
 
-class _Progress:
-    """A bar on a terminal; elsewhere a line when a level has ended. On standard error: figures alone are output."""
+async def _run_level(
+    level: Level, client: ApiClient, jobs: Sequence[ClientRequest], seed: int, results: list[ClientResult]
+) -> float | None:
+    """Add the results of one level; return the client's delay in seconds, None after Ctrl-C.
 
-    def __init__(self, title: str, total: int) -> None:
-        self._console = Console(file=sys.stderr)
-        self._title, self._total, self._done = title, total, 0
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        shown = self._console.is_terminal
-        self._bar = Progress(*columns, console=self._console, transient=True, disable=not shown)
-        self._task = self._bar.add_task(title, total=total)
+    A terminal shows a bar meanwhile, on standard error: figures alone are output.
+    """
+    console = Console(file=sys.stderr)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    try:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task(str(level), total=len(jobs))
 
-    def __enter__(self) -> _Progress:
-        self._bar.start()
-        return self
+            def on_end(result: ClientResult) -> None:
+                results.append(result)
+                bar.advance(task)
 
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-        self._console.print(f"{self._title}: {self._done} of {self._total} requests ended", highlight=False)
-
-    def advance(self) -> None:
-        self._done += 1
-        self._bar.advance(self._task)
+            return await apply(level, client, jobs, seed, on_end)
+    except asyncio.CancelledError:
+        return None
+    finally:
+        console.print(f"{level}: {len(results)} of {len(jobs)} requests ended", highlight=False)
 
 
 def _report(console: Console, run: Run) -> None:
