@@ -51,7 +51,6 @@ class Supervisor:
         self._readiness: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         self._up = False
-        self._early_end: str | None = None
         self._failed = False
 
     @property
@@ -137,7 +136,10 @@ class Supervisor:
 
     async def _keep(self, instance: Instance) -> None:
         """Run an instance until the cluster stops or the instance is told to leave. After every other end start the
-        process again, in the role planned next."""
+        process again, in the role planned next.
+
+        Raises TriptychError("unavailable") for an end while the cluster starts.
+        """
         while not self._stop.is_set():
             how = await self._run_once(instance)
             if (why := self._verdicts.pop(instance.id, None)) is not None:
@@ -160,8 +162,8 @@ class Supervisor:
             instance.state, instance.past_epoch = "restarting", instance.epoch
             last_lines = instance.child.log_tail() if instance.child is not None else ""
             if not self._up:
-                self._early_end = f"{instance.id} ended before it was ready ({how})\n{_indent(last_lines)}"
-                return
+                text = f"{instance.id} ended before it was ready ({how})\n{_indent(last_lines)}"
+                raise TriptychError("unavailable", text)
             delay_s = instance.backoff.after_life_of(lived_s)
             then = f"starting it again in {delay_s:g} s"
             self._reporter.event(
@@ -262,8 +264,6 @@ class Supervisor:
         while any(instance.awaited for instance in self.instances):
             elapsed_s = time.monotonic() - began
             self._reporter.waiting(self.instances, elapsed_s)
-            if self._early_end is not None:
-                raise TriptychError("unavailable", self._early_end)
             if (error := self._failure()) is not None:
                 raise error
             if elapsed_s > self._start_timeout_s:
@@ -271,7 +271,7 @@ class Supervisor:
             await asyncio.sleep(_POLL_S)
 
     def _failure(self) -> BaseException | None:
-        """Return the exception of an ended keeper task: a bug, and no other task takes over."""
+        """Return the exception of an ended keeper task: no other task takes over."""
         tasks = (self._readiness, self._broker_keeper, *self._keepers)
         ended = [task for task in tasks if task is not None and task.done() and not task.cancelled()]
         return next(filter(None, (task.exception() for task in ended)), None)
@@ -285,16 +285,14 @@ class Supervisor:
 
     async def _end_processes(self) -> list[str]:
         """Send SIGTERM to all processes at once, and SIGKILL to the late; return the ids of the late."""
-        keepers = [task for task in self._keepers if not task.done()]
         for instance in self.instances:
             if instance.child is not None:
                 instance.child.terminate()
-        late: set[asyncio.Task[None]] = set()
-        if keepers:
-            _, late = await asyncio.wait(keepers, timeout=STOP_GRACE_S)
+        if self._keepers:
+            await asyncio.wait(self._keepers, timeout=STOP_GRACE_S)
         killed = [i.id for i in self.instances if i.child is not None and i.child.running]
         self.kill_now()
-        await asyncio.gather(*late, return_exceptions=True)
+        await asyncio.gather(*self._keepers, return_exceptions=True)
         return killed
 
     async def _leave_broker(self) -> None:
