@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Final, TextIO
 
 from rich.console import Console
-from rich.live import Live
 from rich.markup import escape
-from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
@@ -82,7 +80,7 @@ class ConsoleReporter(Reporter):
     def __init__(self, console: Console, title: str) -> None:
         self._console = console
         self._title = title
-        self._live: Live | None = None
+        self._status = console.status("", spinner_style="")
         self._missing: list[str] = []
         self._phases: dict[str, str] = {}
         self._has_begun = False
@@ -100,11 +98,8 @@ class ConsoleReporter(Reporter):
         phases = {instance.id: instance.phase for instance in awaited}
         if self._console.is_terminal:
             waits = ", ".join(f"{name} ({phase})" for name, phase in phases.items())
-            text = f"{self._title}: waiting for {waits} · {elapsed_s:.1f} s"
-            if self._live is None:
-                self._live = Live(console=self._console, transient=True, refresh_per_second=10)
-                self._live.start()
-            self._live.update(Spinner("dots", text))
+            self._status.update(f"{self._title}: waiting for {waits} · {elapsed_s:.1f} s")
+            self._status.start()
             return
         for name, phase in phases.items():
             bare = phase.rstrip(" %0123456789")  # a line for each phase, none for each step of it
@@ -113,7 +108,7 @@ class ConsoleReporter(Reporter):
                 self._console.print(f"{name}: {bare} · {elapsed_s:.1f} s", highlight=False)
 
     def started(self, instances: Sequence[Instance], base_url: str, elapsed_s: float) -> None:
-        self._end_live()
+        self._status.stop()
         self._missing = []
         self._console.print()
         self._console.print(instance_table(instances, f"{self._title}: ready in {elapsed_s:.1f} s"))
@@ -127,7 +122,7 @@ class ConsoleReporter(Reporter):
             self._console.print(f"  {then}", highlight=False)
 
     def stopping(self, instances: Sequence[Instance]) -> None:
-        self._end_live()
+        self._status.stop()
         if instances:
             names, awaited = ", ".join(instance.id for instance in instances), ", ".join(self._missing)
             why = f", still waiting for {awaited}" if awaited else ""
@@ -141,11 +136,6 @@ class ConsoleReporter(Reporter):
             self._console.print(f"logs are kept in {kept_logs}", highlight=False)
         if self._has_begun:
             self._console.print("stopped", style="dim")
-
-    def _end_live(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
 
 
 def make_table(title: str, columns: Sequence[str]) -> Table:

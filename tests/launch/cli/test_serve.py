@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import shutil
@@ -102,6 +103,17 @@ def test_phases_are_told_on_a_pipe_by_name_and_on_a_terminal_with_percent(tmp_pa
     reporters[1].stopping([worker])
     assert pipe.getvalue() == "pd0: reading weights · 1.0 s\npd0: measuring memory, warming up · 1.0 s\n"
     assert "measuring memory, warming up) · 1.0 s" in terminal.getvalue()
+
+
+def test_the_spinner_turns_while_a_cluster_starts(tmp_path: Path) -> None:
+    (worker, *_) = plan_of(tmp_path, "LlamaForCausalLM").instances("redis://127.0.0.1:1", tmp_path)
+    terminal, now_s = io.StringIO(), itertools.count(0.0, 0.05)
+    reporter = ConsoleReporter(Console(file=terminal, force_terminal=True, get_time=lambda: next(now_s)), "1pd")
+    for elapsed_s in range(4):
+        reporter.waiting([worker], elapsed_s)
+        reporter.event("drawn below this line")
+    reporter.stopping([])
+    assert all(frame in terminal.getvalue() for frame in "⠋⠙")
 
 
 @pytest.mark.cluster
