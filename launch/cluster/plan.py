@@ -51,15 +51,16 @@ class Plan:
 
     def instances(self, broker_url: str, logs: Path) -> list[Instance]:
         """Return all instances with their command lines; logs go to `<logs>/<instance id>.log`."""
-        memory = self._memory()
+        memory = self.memory()
         instances: list[tuple[str, Role]] = [*self.topology.workers(), (PROXY_ID, "proxy")]
         return [self._instance(name, role, broker_url, logs, memory.get(role, {})) for name, role in instances]
 
     def worker(self, instance_id: str, role: Role, broker_url: str, logs: Path, port: int) -> Instance:
         """Return one worker, with the share of this host that a worker of its role has where all run here."""
-        return self._instance(instance_id, role, broker_url, logs, self._memory().get(role, {}), port)
+        return self._instance(instance_id, role, broker_url, logs, self.memory().get(role, {}), port)
 
-    def _memory(self) -> Mapping[Role, Mapping[str, float | int]]:
+    def memory(self) -> Mapping[Role, Mapping[str, float | int]]:
+        """Return the engine settings of each role that share the memory out. Raises TriptychError as `split_memory`."""
         settings, engine = self.settings, self.settings.engine
         if runs_on_gpu(engine):  # the transports take memory of it, too
             from services.process.addresses import resolve_host

@@ -227,7 +227,7 @@ def check_model(settings: Settings) -> Iterator[Finding]:
     from common.config import EngineConfig
     from common.model_info import hub_folder, is_hub_id
     from launch.cluster.plan import make_plan
-    from launch.cluster.shares import split_memory, weight_bytes
+    from launch.cluster.shares import weight_bytes
 
     name = settings.model
     try:
@@ -238,7 +238,7 @@ def check_model(settings: Settings) -> Iterator[Finding]:
                 return
             settings = settings.model_copy(update={"model": str(folder)})
         plan = make_plan(settings.model_copy(update={"port": 0}))
-        split_memory(plan.settings.engine, plan.topology, plan.info, encoder_fallback=settings.encoder_fallback)
+        plan.memory()
     except TriptychError as error:
         yield Finding("model", "fail", error.info.message, "docs/reference/errors.md has this message with a remedy")
         return

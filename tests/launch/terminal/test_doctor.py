@@ -12,6 +12,7 @@ import pytest
 
 from common.config import EngineConfig, Settings
 from common.model_info import BUNDLED
+from common.process.gpu_memory import PROCESS_BYTES
 from common.process.ports import free_port
 from launch.terminal import doctor
 from launch.terminal.doctor import Finding, check_gpu, check_machine, check_model, check_network, examine, run_doctor
@@ -88,6 +89,16 @@ def test_a_model_that_does_not_fit_is_told_with_its_size(monkeypatch: pytest.Mon
     (finding,) = check_model(settings())
     assert finding.state == "fail"
     assert "the weights of signpost take" in finding.found
+
+
+@pytest.mark.parametrize(("transport", "state"), [("shm", "ok"), ("nixl", "fail")])
+def test_what_nixl_takes_of_a_gpu_counts(monkeypatch: pytest.MonkeyPatch, transport: str, state: str) -> None:
+    total = (2 * PROCESS_BYTES + 2**28) * 10 // 9
+    monkeypatch.setattr("launch.cluster.shares.total_gpu_memory", lambda: total)
+    monkeypatch.setattr("broker.transports.nixl.agent.module_name", lambda: "nixl_cu13")
+    engine = EngineConfig(device="cuda")
+    (finding,) = check_model(settings(engine=engine, topology="1e1pd", transport=transport, host="localhost"))
+    assert finding.state == state, finding.found
 
 
 def test_cut_weights_are_found(tmp_path: Path) -> None:
