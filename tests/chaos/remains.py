@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from broker.transports.shm.sender import ARENA_BYTES
 from launch.cluster.local_cluster import LocalCluster
-from tools.soak.memory import children_of, processes, resident_bytes, shared_files
+from tools.soak.memory import descendants, processes, resident_bytes, shared_files
 
 
 class Process(NamedTuple):
@@ -45,7 +45,7 @@ class Remains:
             head = _process(name, pid)
             if head is not None:
                 family = self._families.setdefault(head, set())
-                family |= {head, *filter(None, (_process(f"of {name}", child) for child in _descendants(pid)))}
+                family |= {head, *filter(None, (_process(f"of {name}", child) for child in descendants(pid)))}
         self._shared |= shared_files(self._living())
 
     def found(self) -> list[str]:
@@ -77,12 +77,6 @@ class Remains:
 
 def _heads(cluster: LocalCluster) -> Iterator[tuple[str, int]]:
     return ((name, pid) for name, pid in processes(cluster) if " child " not in name)
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    for child in children_of(pid):
-        yield child
-        yield from _descendants(child)
 
 
 def _arenas(pid: int) -> set[str]:

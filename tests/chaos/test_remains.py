@@ -16,6 +16,7 @@ from broker.transports.shm.sender import ARENA_BYTES
 from launch.cluster.local_cluster import LocalCluster
 from tests.chaos import remains
 from tests.chaos.remains import Remains
+from tools.soak.memory import children_of
 
 WORKER = f"""
 import mmap, os, subprocess, sys
@@ -39,7 +40,7 @@ def worker() -> Iterator[subprocess.Popen[str]]:
     children: set[int] = set()
     try:
         yield process
-        children = remains.children_of(process.pid)
+        children = children_of(process.pid)
     finally:
         process.kill()
         process.communicate()
@@ -79,7 +80,7 @@ def test_a_process_more_than_usual_is_found_and_so_is_one_of_a_dead_worker(
     assert looking.found() == ["e0: more processes than 0"]
     looking.rest()
     assert looking.found() == []
-    [child] = remains.children_of(worker.pid)
+    [child] = children_of(worker.pid)
     worker.kill()
     worker.wait()
     assert looking.found() == [f"of e0: process {child}"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -26,34 +25,3 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
-
-
-def descendants(pid: int) -> set[int]:
-    """All processes below `pid`."""
-    parents: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            parents.setdefault(int(fields[1]), []).append(int(entry))
-    found: set[int] = set()
-    waiting = [pid]
-    while waiting:
-        children = parents.get(waiting.pop(), [])
-        found.update(children)
-        waiting.extend(children)
-    return found
-
-
-def shared_memory_of(pids: set[int]) -> set[Path]:
-    """The files in /dev/shm that these processes have mapped: segments and semaphores."""
-    found: set[Path] = set()
-    for pid in pids:
-        try:
-            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-        except OSError:
-            continue
-        found.update(Path("/dev/shm" + line.partition("/dev/shm")[2]) for line in lines if "/dev/shm/" in line)
-    return found

@@ -21,11 +21,11 @@ from broker.cluster.embedded import EmbeddedBroker
 from common.config import Settings
 from common.keys import bearer, cluster_token
 from launch.cluster.local_cluster import LocalCluster
-from tests.launch.waiting import descendants
 from tests.proxy.sample_media import picture
 from tests.security.conftest import answer_about
 from tests.security.rigs import on_a_thread
 from tests.security.test_redis import tls_in_front_of
+from tools.soak.memory import descendants
 
 pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).parents[2]

@@ -122,3 +122,9 @@ def children_of(pid: int) -> set[int]:
             with contextlib.suppress(OSError):  # only this thread has
                 found.update(int(child) for child in (task / "children").read_text().split())
     return found
+
+
+def descendants(pid: int) -> set[int]:
+    """All processes below a process."""
+    children = children_of(pid)
+    return children.union(*map(descendants, children))

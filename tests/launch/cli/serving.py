@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from common.process.ports import free_port
-from tests.launch.waiting import alive, descendants, eventually
+from tests.launch.waiting import alive, eventually
+from tools.soak.memory import descendants
 
 ROOT = Path(__file__).parents[3]
 START_TIMEOUT_S = 150.0

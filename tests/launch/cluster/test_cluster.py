@@ -18,8 +18,9 @@ from common.process.child_pool import MEDIA_NICENESS
 from launch.cli.client import ClientOptions
 from launch.cli.request import run_requests
 from tests.launch.cli.serving import Serving
-from tests.launch.waiting import alive, descendants, eventually, shared_memory_of
+from tests.launch.waiting import alive, eventually
 from tests.tiny_models import make_llama
+from tools.soak.memory import descendants, shared_files
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -77,7 +78,7 @@ def test_a_cluster_lives_loses_a_worker_and_leaves_nothing(serve: Serve, broker_
     assert (niceness(encoder), niceness(decoder)) == ({0, MEDIA_NICENESS}, {0})
     assert os.getsid(encoder) == os.getsid(decoder)  # or the kernel would share out cores by session
 
-    shared_memory = shared_memory_of(descendants(serving.process.pid))
+    shared_memory = shared_files(descendants(serving.process.pid))
     os.kill(serving.pid_of("e0"), signal.SIGKILL)
     serving.wait_until("e0 died (killed by SIGKILL). Its last lines:", 10)
     serving.wait_until("e0 is back")
@@ -86,7 +87,7 @@ def test_a_cluster_lives_loses_a_worker_and_leaves_nothing(serve: Serve, broker_
     assert ask(serving.base_url, picture) == 0
 
     below = descendants(serving.process.pid)
-    shared_memory |= shared_memory_of(below)
+    shared_memory |= shared_files(below)
     serving.interrupt()
     took_s = eventually(lambda: serving.process.poll() is not None, 20, "the end of the cluster")
     assert took_s < 10
