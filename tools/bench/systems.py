@@ -9,12 +9,10 @@ from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any, Final
 
-import httpx
 import torch
 
 from common.config import Device, EngineConfig, Settings
 from common.errors import TriptychError
-from common.keys import bearer, cluster_token
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
 from common.text import whisper_prompt
@@ -27,6 +25,7 @@ from tools.bench.client import LoadClient, Outcome, payload_of
 from tools.bench.measure import in_waves
 from tools.bench.transformers_system import TransformersSystem
 from tools.bench.workloads import BenchRequest, Workload
+from tools.soak.leak_check import ask
 
 LLM_SHARE: Final = 0.25
 CLUSTER_SHARE: Final = 0.4
@@ -118,8 +117,9 @@ class ClusterSystem(ServerSystem):
 
     def hops(self, outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
         """Return seconds of every hop of the handoffs of answered requests, by "moment -> moment"."""
-        asked = {outcome.request_id for outcome in outcomes}
-        entries = [answer.json() for answer in ask_workers(self._cluster, "/debug/handoffs").values()]
+        asked, settings = {outcome.request_id for outcome in outcomes}, self._cluster.supervisor.plan.settings
+        workers = [instance for instance in self._cluster.instances.values() if instance.role != "proxy"]
+        entries = [ask(worker, "/debug/handoffs", settings).json() for worker in workers]
         return hop_latencies(
             [[entry for entry in side if entry["request_id"].partition(".")[0] in asked] for side in entries]
         )
@@ -129,17 +129,6 @@ class ClusterSystem(ServerSystem):
             super().close()
         finally:
             self._cluster.stop()
-
-
-def ask_workers(cluster: LocalCluster, path: str) -> dict[str, httpx.Response]:
-    """Return the answer of each worker of a cluster at a path, by the worker's id."""
-    token = cluster_token(cluster.supervisor.plan.settings)
-    headers = {} if token is None else {"Authorization": bearer(token)}
-    return {
-        instance.id: httpx.get(f"{instance.http_address}{path}", headers=headers, trust_env=False).raise_for_status()
-        for instance in cluster.instances.values()
-        if instance.role != "proxy"
-    }
 
 
 @contextmanager

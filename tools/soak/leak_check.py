@@ -57,12 +57,17 @@ def gauges(instance: Instance, settings: Settings) -> dict[str, float]:
 
 
 def samples(instance: Instance, settings: Settings) -> list[Sample]:
-    """All metrics of one instance. Raises httpx.HTTPError where it does not answer within five seconds."""
+    """All metrics of one instance; raises as `ask`."""
+    families = text_string_to_metric_families(ask(instance, "/metrics", settings).text)
+    return [sample for family in families for sample in family.samples]
+
+
+def ask(instance: Instance, path: str, settings: Settings) -> httpx.Response:
+    """Return an instance's answer at a path. Raises httpx.HTTPError for an error, and without one in five seconds."""
     key = own_api_key(settings) if instance.role == "proxy" else cluster_token(settings)
     headers = {} if key is None else {"Authorization": bearer(key)}
-    response = httpx.get(f"{instance.http_address}/metrics", headers=headers, trust_env=False, timeout=_TIMEOUT_S)
-    families = text_string_to_metric_families(response.raise_for_status().text)
-    return [sample for family in families for sample in family.samples]
+    url = f"{instance.http_address}{path}"
+    return httpx.get(url, headers=headers, trust_env=False, timeout=_TIMEOUT_S).raise_for_status()
 
 
 def held(cluster: LocalCluster) -> dict[str, float]:
