@@ -20,8 +20,8 @@ from launch.bench.load import Level, apply, repeat_jobs
 from launch.bench.plot import draw
 from launch.cli.client import ApiClient, ClientOptions, ClientRequest, ClientResult
 from launch.cli.console import make_console, make_table
+from launch.cli.request import EXIT_INTERRUPTED
 
-EXIT_INTERRUPTED: Final = 130
 _LATE_S: Final = 0.1
 _SHORT_TOKENS: Final = 16
 

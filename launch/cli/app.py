@@ -17,7 +17,7 @@ from launch.cli.options import Url, takes_settings
 from launch.cluster.configure import Flags, load_settings
 from launch.terminal import commands
 
-EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_FAILURE, EXIT_USAGE = 1, 2
 
 app = typer.Typer(
     name="triptych",
@@ -307,8 +307,6 @@ def main() -> None:
     except TriptychError as error:
         usage = error.info.code in ("invalid_request", "model_not_found")
         _fail(error.info.message, EXIT_USAGE if usage else EXIT_FAILURE)
-    except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted", EXIT_INTERRUPTED)
     sys.exit(cast(int, code or 0))
 
 

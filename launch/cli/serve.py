@@ -34,14 +34,13 @@ _QUESTIONS = {
     "text": '--prompt "one thousand two hundred four"',
     None: '--prompt "Name three colours."',
 }
-EXIT_INTERRUPTED = 130
 _OPEN_PORT = "warning: anybody who reaches this port is served: give --api-key-file, see docs/how-to/security.md"
 
 
 def serve(settings: Settings, start_timeout_s: float) -> int:
-    """Run a cluster until SIGINT or SIGTERM; return 0 after a requested stop, 130 for one before anything started.
+    """Run a cluster until SIGINT or SIGTERM; return 0 after a requested stop.
 
-    Raises TriptychError where it cannot start, or cannot go on.
+    Raises KeyboardInterrupt for one before anything started, and TriptychError where it cannot start, or cannot go on.
     """
     with _stdout() as out:
         console = make_console(out)
@@ -51,7 +50,7 @@ def serve(settings: Settings, start_timeout_s: float) -> int:
             plan = make_plan(settings)
         except KeyboardInterrupt:
             console.print(f"stopped while looking up the model {settings.model}", style="dim", highlight=False)
-            return EXIT_INTERRUPTED
+            raise
         console.print(_announce(plan), highlight=False)
         if serves_anybody(plan.settings):
             console.print(_OPEN_PORT, style="yellow", highlight=False, soft_wrap=True)

@@ -14,7 +14,6 @@ from common.errors import TriptychError
 from launch.cli.client import ApiClient, ClientOptions, ClientRequest, ClientResult, Media
 from launch.cli.request import load_media
 
-EXIT_INTERRUPTED: Final = 130
 HELP: Final = """  /image PATH   send a picture with the next question; several add up
   /new          forget the conversation
   /help         this list
@@ -57,9 +56,9 @@ class Chat:
         self._failed = False
 
     def run(self) -> int:
-        """Talk until the input ends; return 1 if a question failed on a pipe, 130 after Ctrl-C there, 0 otherwise.
+        """Talk until the input ends; return 1 if a question failed on a pipe, 0 otherwise.
 
-        Raises TriptychError where nobody answers at the URL.
+        Raises TriptychError where nobody answers at the URL, and KeyboardInterrupt after Ctrl-C on a pipe.
         """
         with asyncio.Runner() as runner:
             client = ApiClient(self._options)
@@ -69,8 +68,6 @@ class Chat:
                     self._say(f"{model} at {self._options.url} · /help · Ctrl-D leaves")
                 for line in self._questions():
                     self._answer(runner, client, line)
-            except KeyboardInterrupt:
-                return EXIT_INTERRUPTED
             except BrokenPipeError:  # the reader of the answers has had enough
                 return 0
             finally:

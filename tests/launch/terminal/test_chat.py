@@ -110,3 +110,17 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(api: FakeApi) -> None:
         process.kill()
         process.wait()
         os.close(master)
+
+
+def test_ctrl_c_on_a_pipe_ends_the_chat(api: FakeApi) -> None:
+    command = [sys.executable, "-P", "-m", "triptych", "chat", "--url", api.url]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
+        assert process.stdin is not None
+        process.stdin.write("hang\n")
+        process.stdin.flush()
+        assert api.hanging.wait(30)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (130, "")
