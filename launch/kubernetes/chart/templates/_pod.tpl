@@ -167,26 +167,34 @@ spec:
   volumes:
     - name: tmp
       emptyDir: {}
-    - name: hub
-      {{- if $values.hub.existingClaim }}
-      persistentVolumeClaim: {claimName: {{ $values.hub.existingClaim }}}
-      {{- else }}
-      emptyDir: {sizeLimit: {{ $values.hub.size }}}
-      {{- end }}
     {{- if eq .target "worker" }}
     - name: shm
       emptyDir: {medium: Memory}
     {{- end }}
-    {{- if $values.models.existingClaim }}
-    - name: models
-      persistentVolumeClaim: {claimName: {{ $values.models.existingClaim }}, readOnly: true}
-    {{- else if $values.models.hostPath }}
-    - name: models
-      hostPath: {path: {{ $values.models.hostPath }}, type: Directory}
-    {{- end }}
-    {{- if and (eq .component "proxy") (or $values.keys.apiKeysSecret $values.keys.apiKeys) }}
-    - name: keys
-      secret:
-        secretName: {{ $values.keys.apiKeysSecret | default (printf "%s-api" (include "triptych.fullname" .root)) }}
-    {{- end }}
+    {{- include "triptych.volumes" (dict "root" .root "keys" (eq .component "proxy")) | nindent 4 }}
+{{- end }}
+
+{{/*
+Volumes of models, of what the hub gives, and of API keys where the pod reads those. Takes root, and keys: whether it does.
+*/}}
+{{- define "triptych.volumes" -}}
+{{- $values := .root.Values -}}
+- name: hub
+  {{- if $values.hub.existingClaim }}
+  persistentVolumeClaim: {claimName: {{ $values.hub.existingClaim }}}
+  {{- else }}
+  emptyDir: {sizeLimit: {{ $values.hub.size }}}
+  {{- end }}
+{{- if $values.models.existingClaim }}
+- name: models
+  persistentVolumeClaim: {claimName: {{ $values.models.existingClaim }}, readOnly: true}
+{{- else if $values.models.hostPath }}
+- name: models
+  hostPath: {path: {{ $values.models.hostPath }}, type: Directory}
+{{- end }}
+{{- if and .keys (or $values.keys.apiKeysSecret $values.keys.apiKeys) }}
+- name: keys
+  secret:
+    secretName: {{ $values.keys.apiKeysSecret | default (printf "%s-api" (include "triptych.fullname" .root)) }}
+{{- end }}
 {{- end }}
