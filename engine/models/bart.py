@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from common.model_info import ModelInfo
 from engine.models.base import AttentionContext, CheckpointLayout, DecoderModel, Sources, Zeros, split_key_value
-from engine.models.checkpoint import Checkpoint
+from engine.models.checkpoint_index import has_tensor
 from engine.models.config import is_tied
 from engine.models.layers import Linear, activation
 from engine.state.spec import DecoderSpec
@@ -45,8 +45,7 @@ _CHECKPOINT_PARTS = {
 
 def build(info: ModelInfo) -> BartDecoder:
     """Make the decoder of a model folder. Raises ValueError for an unsupported activation."""
-    with Checkpoint(info.folder) as checkpoint:
-        has_bias = "final_logits_bias" in checkpoint.entries
+    has_bias = has_tensor(info.folder, "final_logits_bias")
     return BartDecoder(info, pre_norm=info.family.name == "mbart", has_logits_bias=has_bias)
 
 

@@ -41,6 +41,14 @@ def read_index(folder: Path, stem: str = "model") -> dict[str, TensorEntry]:
     return entries
 
 
+def has_tensor(folder: Path, name: str) -> bool:
+    """Return whether the checkpoint holds a tensor. False without a readable one: loading says why, if it must load."""
+    try:
+        return name in read_index(folder)
+    except CheckpointError:
+        return False
+
+
 def _weight_files(folder: Path, stem: str) -> list[Path]:
     index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
     if single.is_file():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from common.model_info import ModelInfo
 from engine.models.base import AttentionContext, CheckpointLayout, DecoderModel, Sources, split_key_value
-from engine.models.checkpoint import Checkpoint
+from engine.models.checkpoint_index import has_tensor
 from engine.models.layers import Linear, RMSNorm, activation
 from engine.state.bias import AttentionBias
 from engine.state.request import Request
@@ -43,9 +43,7 @@ def build(info: ModelInfo) -> T5Decoder:
     Whether the output head is the embedding is what the checkpoint holds: transformers has written
     `tie_word_embeddings: true` into configurations of checkpoints with a head of their own.
     """
-    with Checkpoint(info.folder) as checkpoint:
-        tied = "lm_head.weight" not in checkpoint.entries
-    return T5Decoder(info, tied=tied)
+    return T5Decoder(info, tied=not has_tensor(info.folder, "lm_head.weight"))
 
 
 class T5Decoder(DecoderModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from engine.llm import LLM
 from engine.models.registry import load_decoder, load_encoder
+from tests.tiny.encdec import make_bart, make_t5
+from tests.tiny.florence2 import make_florence2
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -30,6 +33,15 @@ def test_two_loads_have_the_same_weights_of_the_models_own_size(folder: Path) ->
     pairs = zip(one.named_parameters(), other.named_parameters(), strict=True)
     assert all(mine.dtype == torch.bfloat16 and torch.equal(mine, theirs) for (_, mine), (_, theirs) in pairs)
     assert report.parameter_bytes == sum(parameter.nbytes for parameter in one.parameters())
+
+
+@pytest.mark.parametrize("make", [make_bart, make_t5, make_florence2])
+def test_a_model_needs_no_checkpoint_to_be_made(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    folder = make(tmp_path / "model")
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    model, _ = load_decoder(load_model_info(str(folder)), CPU, torch.float32, "dummy")
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 def test_what_goes_through_the_layers_keeps_its_size(folder: Path) -> None:
