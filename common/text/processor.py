@@ -290,11 +290,10 @@ class Detokenizer:
             self._prefix, self._read = self._read, len(self._ids)
             self._pending += now[len(before) :]
         stops = self.stop if len(self._ids) > self.min_tokens else ()
-        for stop in stops:
-            at = self._pending.find(stop)
-            if at >= 0:
-                self._pending, self.stopped = self._pending[: at + len(stop) * self.includes_stop], True
-                break
+        found = [(at, at + len(stop)) for stop in stops if (at := self._pending.find(stop)) >= 0]
+        if found:
+            begin, end = min(found)
+            self._pending, self.stopped = self._pending[: end if self.includes_stop else begin], True
         held = 0 if final or self.stopped else max((begun(self._pending, stop) for stop in stops), default=0)
         cut = len(self._pending) - held
         out, self._pending = self._pending[:cut], self._pending[cut:]

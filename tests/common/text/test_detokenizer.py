@@ -62,3 +62,12 @@ def test_stop_strings_are_found_across_tokens_and_held_back(llamas: Any) -> None
     pushed = [detokenizer.push([token]) for token in ids_of(llamas, "▁Hello", "é".encode(), "lo", "éé".encode(), "lo")]
     assert pushed == [" Hello", "", "", "élo", "", "", "", "", ""]
     assert detokenizer.stopped
+
+
+@pytest.mark.parametrize(("includes_stop", "expected"), [(False, " H"), (True, " He")])
+def test_the_first_stop_string_in_the_text_ends_it_in_whatever_order_they_are_listed(
+    llamas: Any, includes_stop: bool, expected: str
+) -> None:
+    for stop in (["o", "e"], ["e", "o"]):
+        detokenizer = Detokenizer(llamas, stop, includes_stop=includes_stop)
+        assert detokenizer.push(ids_of(llamas, "▁Hello")) == expected
