@@ -281,6 +281,9 @@ class Detokenizer:
 
     def push(self, token_ids: Sequence[int], *, final: bool = False) -> str:
         """Add tokens, return the new text. After a stop string `stopped` is True and further calls return no text."""
+        if self.stop and len(token_ids) > 1:  # what ends the text depends on the tokens so far: one by one
+            *earlier, last = token_ids
+            return "".join(self.push([token]) for token in earlier) + self.push([last], final=final)
         if self.stopped:
             return ""
         self._ids.extend(token_ids)

@@ -71,3 +71,15 @@ def test_the_first_stop_string_in_the_text_ends_it_in_whatever_order_they_are_li
     for stop in (["o", "e"], ["e", "o"]):
         detokenizer = Detokenizer(llamas, stop, includes_stop=includes_stop)
         assert detokenizer.push(ids_of(llamas, "▁Hello")) == expected
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pushed_in_any_portions_the_text_ends_where_it_ends_token_by_token(llamas: Any, seed: int) -> None:
+    """A beam comes whole, and its first tokens may hold what stops later ones."""
+    dice = random.Random(seed)
+    ids, least = ids_of(llamas, *dice.choices(["▁Hello", "lo", "é".encode(), b"l", b"o"], k=12)), dice.randrange(10)
+    one, other = (Detokenizer(llamas, ["olo", "lo", "é"], min_tokens=least) for _ in range(2))
+    expected = "".join(one.push([token]) for token in ids) + one.push([], final=True)
+    cut = dice.randrange(len(ids))
+    assert other.push(ids[:cut]) + other.push(ids[cut:], final=True) == expected
+    assert other.stopped == one.stopped
