@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -85,7 +87,12 @@ def _read_header(path: Path) -> dict[str, TensorEntry]:
             begin, end = entry["data_offsets"]
             if not 0 <= begin <= end <= size - data:
                 raise CheckpointError(f"{path} is cut off: {name} ends at byte {data + end} of {size}")
-            entries[name] = TensorEntry(path, entry["dtype"], tuple(entry["shape"]), data + begin, end - begin)
+            dtype, shape = entry["dtype"], tuple(entry["shape"])
+            bits = re.search(r"\d+", dtype)  # of a value: F32, BF16, F8_E4M3; not of BOOL
+            needed = end - begin if bits is None else math.prod(shape) * int(bits[0]) // 8
+            if end - begin != needed:
+                raise CheckpointError(f"{path} is damaged: {name} has {end - begin} bytes, its shape needs {needed}")
+            entries[name] = TensorEntry(path, dtype, shape, data + begin, end - begin)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a safetensors file: its header has wrong entries ({error!r})") from error
     return entries

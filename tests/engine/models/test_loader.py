@@ -178,3 +178,16 @@ def test_a_folder_without_weights_says_what_is_expected(llama: Path, tmp_path: P
 def test_a_text_model_has_no_encoder(llama: Path) -> None:
     with pytest.raises(TriptychError, match="is a text model"):
         load_encoder(load_model_info(str(llama)), CPU, torch.float32)
+
+
+def test_a_header_whose_bytes_are_not_those_of_its_shape_is_refused(llama: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(llama, tmp_path / "odd")
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    size = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:size])
+    header["model.norm.weight"]["data_offsets"][1] -= 4
+    changed = json.dumps(header).encode()
+    path.write_bytes(len(changed).to_bytes(8, "little") + changed + content[size:])
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight has 252 bytes, its shape needs 256"):
+        decoder_of(folder)
