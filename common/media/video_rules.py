@@ -5,7 +5,6 @@ The frames of a video in pairs ("temporal patches"); one token covers `side` x `
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from common.model_info import ModelInfo
+from common.model_info import ModelInfo, read_json
 
 MAX_ASPECT_RATIO: Final = 200
 _CAP_SHARE: Final = 0.9
@@ -240,7 +239,7 @@ def tokens_per_piece(info: ModelInfo, piece_size: int) -> int:
     """
     side = piece_size // int(info.config["vision_config"]["patch_size"])
     num_tokens = side**2 // int(info.config.get("scale_factor", 2)) ** 2
-    promised = _json_of(info, "processor_config.json").get("image_seq_len")
+    promised = read_json(info.folder / "processor_config.json").get("image_seq_len")
     if promised not in (None, num_tokens):
         raise ValueError(
             f"the processor of {info.name} makes {promised} tokens of a piece of {piece_size} pixels, "
@@ -307,11 +306,5 @@ def _read_frame_rules(info: ModelInfo) -> FrameRules:
 
 def video_json(info: ModelInfo) -> dict[str, Any]:
     """Return the settings of the video processor, found where transformers finds them."""
-    nested = _json_of(info, "processor_config.json").get("video_processor")
-    return nested or _json_of(info, "video_preprocessor_config.json") or info.preprocessor
-
-
-def _json_of(info: ModelInfo, name: str) -> dict[str, Any]:
-    path = info.folder / name
-    settings: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return settings
+    nested = read_json(info.folder / "processor_config.json").get("video_processor")
+    return nested or read_json(info.folder / "video_preprocessor_config.json") or info.preprocessor

@@ -9,7 +9,6 @@ bytes) is known here, before the encoder has run: that is what an encoder offers
 
 from __future__ import annotations
 
-import json
 import math
 import multiprocessing
 import pkgutil
@@ -22,7 +21,7 @@ import numpy.typing as npt
 
 from common.errors import TriptychError
 from common.messages import InputLayout
-from common.model_info import ModelInfo, load_model_info
+from common.model_info import ModelInfo, load_model_info, read_json
 
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -114,8 +113,4 @@ def process(kind: str, media: bytes) -> ProcessedInput:
 
 def preprocessor_json(info: ModelInfo, part: str) -> dict[str, Any]:
     """Return preprocessor_config.json, or the equivalent part of processor_config.json."""
-    path = info.folder / "processor_config.json"
-    if info.preprocessor or not path.is_file():
-        return info.preprocessor
-    settings: dict[str, Any] = json.loads(path.read_text()).get(part) or {}
-    return settings
+    return info.preprocessor or read_json(info.folder / "processor_config.json").get(part) or {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import av
@@ -13,8 +14,9 @@ from PIL import Image
 
 from common.errors import TriptychError
 from common.media import videos
-from common.media.video_rules import VideoRules
+from common.media.video_rules import VideoRules, read_rules
 from common.media.videos import VideoLimits, VideoPiece, cut, read_piece
+from common.model_info import load_model_info
 from engine.media.video import decode_frames
 from tests.media_files import container, encoded, noise
 from tests.video_files import all_frames, moving, video_file
@@ -176,3 +178,11 @@ def moov_first(media: bytes) -> bytes:
         header[where] = (int.from_bytes(header[where], "big") + len(header)).to_bytes(4, "big")
     first = frames.index(b"mdat") - 4
     return frames[:first] + bytes(header) + frames[first:]
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_damaged_processor_config_is_refused_by_name(tmp_path: Path, content: str) -> None:
+    (tmp_path / "processor_config.json").write_text(content)
+    with pytest.raises(TriptychError, match=r"processor_config\.json") as caught:
+        read_rules(replace(load_model_info("signpost"), folder=tmp_path))
+    assert caught.value.info.code == "model_not_found"
