@@ -172,6 +172,7 @@ class EncoderEngine:
         batch.done = event_behind(self.device)
         return batch
 
+    @torch.inference_mode()
     def _encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
         """Raises ValueError for an output other than announced: the receiver has reserved memory for that."""
         encoder_computations.add(len(items))

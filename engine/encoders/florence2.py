@@ -15,7 +15,6 @@ from transformers.models.florence2.modeling_florence2 import (
     Florence2VisionPositionalEmbeddingCosine1D,
 )
 
-from engine.device.h2d import send_tensor
 from engine.encoders.text import encode_texts
 from engine.models.base import CheckpointLayout, EncoderModel
 from engine.processors import ProcessedInput
@@ -47,10 +46,7 @@ class Florence2Encoder(EncoderModel):
         times = Florence2VisionPositionalEmbeddingCosine1D(self._config)
         self._projector.visual_temporal_embed = times.to(device, next(self.module.parameters()).dtype)
 
-    @torch.inference_mode()
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
-        weight = next(self.module.parameters())
-        pixels = torch.from_numpy(np.stack([item.arrays["pixel_values"] for item in items]))
-        pixels = send_tensor(pixels, weight.device, weight.dtype)
+        pixels = self.send(np.stack([item.arrays["pixel_values"] for item in items]))
         rows = self._projector(self._tower(pixels).last_hidden_state)
         return encode_texts(self._text, items, list(rows), self._config.image_token_id)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers.models.idefics3.modeling_idefics3 import Idefics3Connector, Idefics3VisionTransformer
 from transformers.models.smolvlm.modeling_smolvlm import SmolVLMConnector, SmolVLMVisionTransformer
 
-from engine.device.h2d import send_tensor
 from engine.models.base import CheckpointLayout, EncoderModel
 from engine.processors import ProcessedInput
 
@@ -38,13 +37,11 @@ class Idefics3Encoder(EncoderModel):
         self._patch_size, self._width = int(vision.patch_size), int(vision.intermediate_size)
         self.module: nn.Module = nn.ModuleDict({"vision_model": self._tower, "connector": self._connector})
 
-    @torch.inference_mode()
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
-        weight = next(self.module.parameters())
-        pixels = torch.from_numpy(np.concatenate([item.arrays["pixel_values"] for item in items]))
-        piece_bytes = (pixels.shape[-1] // self._patch_size) ** 2 * self._width * weight.itemsize
-        pieces_at_once = max(1, _WIDEST_BYTES[weight.device.type] // piece_bytes)
-        parts = torch.split(send_tensor(pixels, weight.device, weight.dtype), pieces_at_once)
+        pixels = self.send(np.concatenate([item.arrays["pixel_values"] for item in items]))
+        piece_bytes = (pixels.shape[-1] // self._patch_size) ** 2 * self._width * pixels.itemsize
+        pieces_at_once = max(1, _WIDEST_BYTES[pixels.device.type] // piece_bytes)
+        parts = torch.split(pixels, pieces_at_once)
         features = torch.cat([self._connector(self._tower(part).last_hidden_state) for part in parts])
         outputs = torch.split(features, [len(item.arrays["pixel_values"]) for item in items])
         return [output.flatten(0, 1) for output in outputs]

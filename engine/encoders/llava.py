@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import AutoModel
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
-from engine.device.h2d import send_tensor
 from engine.models.base import CheckpointLayout, EncoderModel
 from engine.processors import ProcessedInput
 
@@ -36,11 +35,8 @@ class LlavaEncoder(EncoderModel):
             if "position_ids" in dict(module.named_buffers(recurse=False)):
                 module.position_ids = torch.arange(module.position_ids.shape[-1], device=device)[None]
 
-    @torch.inference_mode()
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
-        weight = next(self.module.parameters())
-        pixels = torch.from_numpy(np.stack([item.arrays["pixel_values"] for item in items]))
-        pixels = send_tensor(pixels, weight.device, weight.dtype)
+        pixels = self.send(np.stack([item.arrays["pixel_values"] for item in items]))
         return list(self._projector(self._features(pixels)).unbind(0))
 
     def _features(self, pixels: Tensor) -> Tensor:

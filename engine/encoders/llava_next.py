@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llava_next.modeling_llava_next import LlavaNextModel, LlavaNextMultiModalProjector
 
-from engine.device.h2d import send_tensor
 from engine.encoders.llava import LlavaEncoder
 from engine.models.base import CheckpointLayout
 from engine.processors import ProcessedInput
@@ -28,12 +27,10 @@ class LlavaNextEncoder(LlavaEncoder):
         newline = {"image_newline": "image_newline", "model.image_newline": "image_newline"}
         self.layout = CheckpointLayout({**self.layout.prefixes, **newline}, ignored=self.layout.ignored)
 
-    @torch.inference_mode()
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
         newline: Any = self.module.image_newline  # the parameter as loaded
         tiles = [item.arrays["pixel_values"] for item in items]
-        pixels = send_tensor(torch.from_numpy(np.concatenate(tiles)), newline.device, newline.dtype)
-        rows = self._projector(self._features(pixels)).split([len(one) for one in tiles])
+        rows = self._projector(self._features(self.send(np.concatenate(tiles)))).split([len(one) for one in tiles])
         sizes = [item.arrays["image_sizes"] for item in items]
         strategy = self._config.vision_feature_select_strategy
         packed, _ = LlavaNextModel.pack_image_features(

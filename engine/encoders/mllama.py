@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from transformers.models.mllama.modeling_mllama import MllamaVisionModel
 
-from engine.device.h2d import send_tensor
+from engine.device.h2d import send
 from engine.models.base import CheckpointLayout, EncoderModel
 from engine.processors import ProcessedInput
 
@@ -35,15 +34,11 @@ class MllamaEncoder(EncoderModel):
         self._projector = nn.Linear(config.vision_config.vision_output_dim, config.text_config.hidden_size)
         self.module: nn.Module = nn.ModuleDict({"vision_model": self._vision, "multi_modal_projector": self._projector})
 
-    @torch.inference_mode()
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
-        weight = self._projector.weight
         names = "pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"
-        pixels, ids, present = (torch.from_numpy(np.stack([item.arrays[name] for item in items])) for name in names)
-        states = self._vision(
-            pixel_values=send_tensor(pixels, weight.device, weight.dtype),
-            aspect_ratio_ids=send_tensor(ids, weight.device, ids.dtype),
-            aspect_ratio_mask=send_tensor(present, weight.device, present.dtype),
-        ).last_hidden_state
+        pixels, *tiles = (np.stack([item.arrays[name] for item in items]) for name in names)
+        values = self.send(pixels)
+        ids, present = send(values.device, *tiles)
+        states = self._vision(values, aspect_ratio_ids=ids, aspect_ratio_mask=present).last_hidden_state
         # [images, 1, tiles, rows per tile, features] -> [images, rows, hidden_size]
         return list(self._projector(states).flatten(1, 3).unbind(0))

@@ -41,22 +41,20 @@ class Qwen2AudioEncoder(EncoderModel):
         self.padded = self._tower
         self.module: nn.Module = nn.ModuleDict({"audio_tower": self._tower, "projector": self._projector})
 
-    @torch.inference_mode()
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
         num_frames = np.array([item.arrays["feature_attention_mask"].sum() for item in items])
         num_keys = torch.from_numpy((num_frames - 1) // 2 + 1)  # the second convolution makes one of every two frames
         needed = 2 * int(num_keys.max()) + 1  # key j is made of frames 2j - 2 to 2j + 2, be they silence
-        features = torch.from_numpy(np.stack([item.arrays["input_features"][:, :needed] for item in items]))
+        features = self.send(np.stack([item.arrays["input_features"][:, :needed] for item in items]))
         rows = self._projector(self._hear(features, num_keys))
         return [row[: item.shape[0]] for row, item in zip(rows, items, strict=True)]
 
     def _hear(self, features: Tensor, num_keys: Tensor) -> Tensor:
         """The tower's forward pass: [n, mels, frames] -> [n, longest / 2, d_model]."""
         tower, longest = self._tower, int(num_keys.max())
-        weight = tower.conv1.weight
-        hidden = F.gelu(tower.conv1(send_tensor(features, weight.device, weight.dtype)))
-        hidden = F.gelu(tower.conv2(hidden)).transpose(1, 2)[:, :longest] + tower.embed_positions.weight[:longest]
-        of_the_clip = send_tensor(torch.arange(longest) < num_keys[:, None], weight.device, torch.long)
+        hidden = F.gelu(tower.conv2(F.gelu(tower.conv1(features)))).transpose(1, 2)
+        hidden = hidden[:, :longest] + tower.embed_positions.weight[:longest]
+        of_the_clip = send_tensor(torch.arange(longest) < num_keys[:, None], features.device, torch.long)
         mask = create_bidirectional_mask(tower.config, hidden, of_the_clip)
         told = rows_and_padding(tower, num_keys.tolist(), longest)
         for layer in tower.layers:

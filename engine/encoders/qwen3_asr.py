@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers.models.qwen3_asr.modeling_qwen3_asr import Qwen3ASREncoder as Qwen3ASRTower
 from transformers.models.qwen3_asr.modeling_qwen3_asr import Qwen3ASRMultiModalProjector, get_audio_cu_seqlens
 
-from engine.device.h2d import send_tensor
 from engine.models.base import CheckpointLayout, EncoderModel
 from engine.processors import ProcessedInput
 
@@ -36,15 +35,13 @@ class Qwen3ASREncoder(EncoderModel):
             sines = embedding.compute_default_singular_positional_embedding()
         embedding.positional_embedding = sines.to(device)
 
-    @torch.inference_mode()
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
-        weight = next(self.module.parameters())
-        features = torch.from_numpy(np.concatenate([item.arrays["input_features"] for item in items], axis=1))
+        features = self.send(np.concatenate([item.arrays["input_features"] for item in items], axis=1)[None])
         mask = torch.from_numpy(np.concatenate([item.arrays["input_features_mask"] for item in items]))[None]
         counts = torch.tensor([int(item.arrays["input_features_mask"].sum()) for item in items])
         tower, chunk = self._tower, 2 * self._tower.n_window
         # Windows of full chunks, whatever the lengths: a shorter clip lies within one.
         windows = get_audio_cu_seqlens(torch.tensor([chunk]), counts, tower.n_window_infer, tower.n_window)
-        features, mask = send_tensor(features[None], weight.device, weight.dtype), mask.to(weight.device)
-        hidden = tower(features, mask, cu_seqlens=windows.to(weight.device)).last_hidden_state
+        device = features.device
+        hidden = tower(features, mask.to(device), cu_seqlens=windows.to(device)).last_hidden_state
         return list(self._projector(hidden).split([item.shape[0] for item in items]))

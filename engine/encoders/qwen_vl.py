@@ -101,9 +101,7 @@ class QwenVisionEncoder(EncoderModel):
         patches: Any = self.module.get_submodule("patch_embed")
         patches.forward = lambda pixels: linear(pixels, patches.proj.weight.flatten(1), patches.proj.bias)
 
-    @torch.inference_mode()
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
-        weight = next(self.module.parameters())
         parts = []
         for item in items:
             part = item.arrays["pixel_values"]
@@ -112,13 +110,13 @@ class QwenVisionEncoder(EncoderModel):
                 for channel, table in enumerate(tables):
                     part[:, channel] = table[patches[:, channel]]
             parts.append(part.reshape(len(part), -1))
-        pixels = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        pixels = self.send(np.concatenate(parts) if len(parts) > 1 else parts[0])
         grids = np.stack([item.arrays["image_grid_thw"] for item in items])
         sizes = torch.from_numpy(grids)
         output = self.module(
-            send_tensor(torch.from_numpy(pixels), weight.device, weight.dtype),
-            grid_thw=send_tensor(sizes, weight.device, sizes.dtype),
-            **self.layout_of(sizes, weight.device),
+            pixels,
+            grid_thw=send_tensor(sizes, pixels.device, sizes.dtype),
+            **self.layout_of(sizes, pixels.device),
         )
         rows: Tensor = output.pooler_output
         if self.has_deepstack:

@@ -22,7 +22,6 @@ MAX_PADDING: Final = 1.25
 """Texts share a batch while the longest is at most so many times as long as the shortest: padding costs time."""
 
 
-@torch.inference_mode()
 def encode_texts(
     module: nn.Module, items: Sequence[ProcessedInput], rows: Sequence[Tensor] = (), placeholder: int = -1
 ) -> list[Tensor]:

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from transformers.models.whisper.modeling_whisper import WhisperEncoder as WhisperEncoderModule
 
-from engine.device.h2d import send_tensor
 from engine.models.base import CheckpointLayout, EncoderModel
 from engine.processors import ProcessedInput
 
@@ -23,9 +21,6 @@ class WhisperEncoder(EncoderModel):
     def __init__(self, config: Any) -> None:
         self.module = self.unmasked = WhisperEncoderModule(config)
 
-    @torch.inference_mode()
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
-        weight = next(self.module.parameters())
-        features = torch.from_numpy(np.stack([item.arrays["input_features"] for item in items]))
-        output = self.module(send_tensor(features, weight.device, weight.dtype))
+        output = self.module(self.send(np.stack([item.arrays["input_features"] for item in items])))
         return list(output.last_hidden_state.unbind(0))

@@ -5,12 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.device.h2d import send_tensor
 from engine.models.layers import Linear, linear
 from engine.processors import ProcessedInput
 from engine.state.bias import AttentionBias
@@ -172,10 +174,16 @@ class EncoderModel(ABC):
     def finish_loading(self, device: torch.device) -> None:  # noqa: B027  (most encoders have nothing to do)
         """Compute buffers missing in checkpoints on `device`; called once after loading the weights."""
 
+    def send(self, array: npt.NDArray[Any]) -> Tensor:
+        """Return an array on the device and in the dtype of the weights."""
+        weight = next(self.module.parameters())
+        return send_tensor(torch.from_numpy(array), weight.device, weight.dtype)
+
     @abstractmethod
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
         """Return an output [num_encoder_tokens, hidden_size] per item, equal to the output of the item alone.
 
+        Called in inference mode.
         Outputs may be views of one batch: the caller copies an output that outlives the others.
         """
 
