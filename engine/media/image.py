@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
-from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -68,16 +69,26 @@ HALVES = (0.5, 0.5, 0.5)
 """SigLIP's mean and deviation."""
 
 
-def values_of_bytes(mean: Sequence[float], std: Sequence[float], rescale_factor: float) -> npt.NDArray[np.float32]:
-    """Return [3, 256]: the result of each of the 256 values of a channel, rounded as in transformers."""
-    scaled = (np.arange(256, dtype=np.float64) * rescale_factor).astype(np.float32)
-    means, stds = (np.array(values, dtype=np.float32)[:, None] for values in (mean, std))
-    values: npt.NDArray[np.float32] = (scaled - means) / stds
-    return values
+@dataclass(frozen=True, kw_only=True)
+class PixelSettings:
+    """How images are resized and pixels become values, by transformers' names."""
+
+    image_mean: tuple[float, ...] = CLIP_MEAN
+    image_std: tuple[float, ...] = CLIP_STD
+    rescale_factor: float = 1 / 255
+    resample: int = Image.Resampling.BICUBIC
+
+    @cached_property
+    def values(self) -> npt.NDArray[np.float32]:
+        """[3, 256]: the value of each byte of a channel, rounded as in transformers."""
+        scaled = (np.arange(256, dtype=np.float64) * self.rescale_factor).astype(np.float32)
+        means, stds = (np.array(channels, dtype=np.float32)[:, None] for channels in (self.image_mean, self.image_std))
+        values: npt.NDArray[np.float32] = (scaled - means) / stds
+        return values
 
 
 def to_planes(image: Image.Image, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """An RGB image as [3, height, width], through the table of `values_of_bytes`."""
+    """An RGB image as [3, height, width], through the table `PixelSettings.values`."""
     pixels = np.asarray(image)
     return np.stack([values[channel][pixels[..., channel]] for channel in range(3)])
 

@@ -12,7 +12,7 @@ from common.media.video_rules import FAKE, LONGEST_EDGE, frame_text, video_json
 from common.media.videos import read_piece
 from common.messages import InputLayout
 from common.model_info import ModelInfo
-from engine.media.image import to_planes, values_of_bytes
+from engine.media.image import to_planes
 from engine.media.video import decode_frames
 from engine.processors.idefics3 import Idefics3Processor, PieceSettings
 
@@ -25,8 +25,7 @@ class FrameVideoProcessor:
 
     def __init__(self, info: ModelInfo) -> None:
         self._images = Idefics3Processor(info)  # with its checks
-        self._settings = settings = PieceSettings.from_json({**video_json(info), "size": {}})
-        self._values = values_of_bytes(settings.image_mean, settings.image_std, settings.rescale_factor)
+        self._settings = PieceSettings.from_json({**video_json(info), "size": {}})
 
     def __call__(self, media: bytes) -> tuple[dict[str, npt.NDArray[Any]], InputLayout, tuple[int, ...]]:
         piece, images, side = read_piece(media), self._images, self._settings.piece_size
@@ -35,7 +34,7 @@ class FrameVideoProcessor:
             raise TriptychError("bad_media", message)
         pixels = np.empty((len(piece.frames), 3, side, side), dtype=np.float32)
         for index, image in enumerate(decode_frames(piece, self._settings.resample)):
-            pixels[index] = to_planes(image.resize((side, side), self._settings.resample), self._values)
+            pixels[index] = to_planes(image.resize((side, side), self._settings.resample), self._settings.values)
         runs: list[tuple[int, int]] = []
         for index, second in enumerate(piece.seconds):
             if index or piece.continues:

@@ -18,12 +18,12 @@ from tokenizers import Tokenizer
 from common.media.video_rules import FAKE, LONGEST_EDGE, scaled_size, tokens_per_piece
 from common.messages import InputLayout
 from common.model_info import ModelInfo
-from engine.media.image import HALVES, decode_image, require_steps, to_planes, values_of_bytes
+from engine.media.image import HALVES, PixelSettings, decode_image, require_steps, to_planes
 from engine.processors import preprocessor_json
 
 
 @dataclass(frozen=True)
-class PieceSettings:
+class PieceSettings(PixelSettings):
     """Pixels: images are resized to `longest_edge` (or to `size`, height and width), pieces have `piece_size`."""
 
     longest_edge: int | None = 4 * 364
@@ -32,7 +32,6 @@ class PieceSettings:
     split: bool = True
     image_mean: tuple[float, ...] = HALVES
     image_std: tuple[float, ...] = HALVES
-    rescale_factor: float = 1 / 255
     resample: int = Image.Resampling.LANCZOS
 
     @classmethod
@@ -72,10 +71,9 @@ def image_to_pieces(image: Image.Image, settings: PieceSettings) -> tuple[npt.ND
             for column in range(columns)
         ]
     crops.append(image.resize((side, side), settings.resample))
-    values = values_of_bytes(settings.image_mean, settings.image_std, settings.rescale_factor)
     pieces = np.empty((len(crops), 3, side, side), dtype=np.float32)
     for index, crop in enumerate(crops):
-        pieces[index] = to_planes(crop, values)
+        pieces[index] = to_planes(crop, settings.values)
     return pieces, rows, columns
 
 

@@ -16,7 +16,7 @@ from PIL import Image
 from common.errors import TriptychError
 from common.messages import InputLayout
 from common.model_info import ModelInfo
-from engine.media.image import CLIP_MEAN, CLIP_STD, HALVES, decode_image, require_steps, to_planes, values_of_bytes
+from engine.media.image import CLIP_MEAN, CLIP_STD, HALVES, PixelSettings, decode_image, require_steps, to_planes
 from engine.processors import preprocessor_json
 
 MAX_RESIZED_PIXELS = 90_000_000
@@ -24,7 +24,7 @@ MAX_RESIZED_PIXELS = 90_000_000
 
 
 @dataclass(frozen=True)
-class CropSettings:
+class CropSettings(PixelSettings):
     """Sizes in pixels, (height, width). With `shortest_edge` the aspect is kept, else images are scaled to `size`.
 
     `square` lays the image on a square of the mean colour first.
@@ -34,10 +34,6 @@ class CropSettings:
     size: tuple[int, int] | None
     crop_size: tuple[int, int] | None
     square: bool = False
-    image_mean: tuple[float, ...] = CLIP_MEAN
-    image_std: tuple[float, ...] = CLIP_STD
-    rescale_factor: float = 1 / 255
-    resample: int = Image.Resampling.BICUBIC
 
     @classmethod
     def from_json(cls, json: dict[str, Any]) -> CropSettings:
@@ -86,8 +82,7 @@ def image_to_square(image: Image.Image, settings: CropSettings) -> npt.NDArray[n
         height, width = settings.crop_size
         left, top = (image.width - width) // 2, (image.height - height) // 2
         image = image.crop((left, top, left + width, top + height))  # black where the image is smaller
-    values = values_of_bytes(settings.image_mean, settings.image_std, settings.rescale_factor)
-    return to_planes(image, values)
+    return to_planes(image, settings.values)
 
 
 def _on_a_square(image: Image.Image, mean: tuple[float, ...]) -> Image.Image:

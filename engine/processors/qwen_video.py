@@ -14,7 +14,6 @@ from common.media.video_rules import read_rules, video_json
 from common.media.videos import VideoPiece, read_piece
 from common.messages import InputLayout
 from common.model_info import ModelInfo
-from engine.media.image import values_of_bytes
 from engine.media.video import decode_frames
 from engine.processors.qwen_vl import PatchSettings, QwenVLProcessor, frame_to_squares
 
@@ -38,8 +37,6 @@ class QwenVideoProcessor:
             int(ids[name]) for name in ("video_token_id", "vision_start_token_id", "vision_end_token_id")
         )
         self._tokenizer_file = str(info.folder / "tokenizer.json")
-        settings = self._settings
-        self._tables = values_of_bytes(settings.image_mean, settings.image_std, settings.rescale_factor)
 
     def __call__(self, media: bytes) -> tuple[dict[str, npt.NDArray[Any]], InputLayout, tuple[int, ...]]:
         piece = read_piece(media)
@@ -52,7 +49,7 @@ class QwenVideoProcessor:
         grid = num_pairs, height // self._rules.patch_size, width // self._rules.patch_size
         merged = height // self._rules.side, width // self._rules.side
         num_tokens = num_pairs * merged[0] * merged[1]
-        arrays: dict[str, npt.NDArray[Any]] = {"pixel_values": patches, "values": self._tables}
+        arrays: dict[str, npt.NDArray[Any]] = {"pixel_values": patches, "values": self._settings.values}
         arrays["image_grid_thw"] = np.array(grid)
         if self._rules.per_video:
             runs = self._with_times(piece, num_tokens // num_pairs)

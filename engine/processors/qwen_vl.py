@@ -18,12 +18,12 @@ from common.errors import TriptychError
 from common.media.video_rules import fit
 from common.messages import InputLayout
 from common.model_info import ModelInfo
-from engine.media.image import CLIP_MEAN, CLIP_STD, decode_image, require_steps, values_of_bytes
+from engine.media.image import PixelSettings, decode_image, require_steps
 from engine.processors import preprocessor_json
 
 
 @dataclass(frozen=True)
-class PatchSettings:
+class PatchSettings(PixelSettings):
     """Sizes in pixels; `merge_size` in patches (per side, to a token) and `temporal_patch_size` in frames."""
 
     patch_size: int = 14
@@ -31,10 +31,6 @@ class PatchSettings:
     merge_size: int = 2
     min_pixels: int = 56 * 56
     max_pixels: int = 28 * 28 * 1280
-    image_mean: tuple[float, ...] = CLIP_MEAN
-    image_std: tuple[float, ...] = CLIP_STD
-    rescale_factor: float = 1 / 255
-    resample: int = Image.Resampling.BICUBIC
 
     @classmethod
     def from_json(cls, json: dict[str, Any]) -> PatchSettings:
@@ -44,7 +40,7 @@ class PatchSettings:
         known = {name: json[name] for name in cls.__dataclass_fields__ if json.get(name) is not None}
         known.setdefault("min_pixels", size.get("shortest_edge", cls.min_pixels))
         known.setdefault("max_pixels", size.get("longest_edge", cls.max_pixels))
-        return cls(**{**known, "image_mean": tuple(known.get("image_mean", CLIP_MEAN))})
+        return cls(**{**known, "image_mean": tuple(known.get("image_mean", cls.image_mean))})
 
 
 def image_to_patches(
@@ -60,8 +56,7 @@ def image_to_patches(
     patch = settings.patch_size
     rows, columns = height // patch, width // patch
     patches = np.empty((rows * columns, 3, settings.temporal_patch_size, patch * patch), dtype=np.float32)
-    tables = values_of_bytes(settings.image_mean, settings.image_std, settings.rescale_factor)
-    for channel, values in enumerate(tables):
+    for channel, values in enumerate(settings.values):
         patches[:, channel] = values[squares[:, channel]][:, None]  # a still image fills every frame
     return patches.reshape(rows * columns, -1), (1, rows, columns)
 
