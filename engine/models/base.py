@@ -190,9 +190,8 @@ class EncoderModel(ABC):
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Figures of a load: checkpoint tensors by name, bytes read and bytes held, seconds."""
+    """Figures of a load: checkpoint tensors by name, bytes read and bytes held."""
 
     names: tuple[str, ...]
     read_bytes: int
     parameter_bytes: int
-    seconds: float

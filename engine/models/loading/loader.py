@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Final
 
 import torch
@@ -38,7 +37,6 @@ def load_weights(
     needed, such as a tied head. Weights of `Linear` layers stay as small as the checkpoint has them, or with `as_int8`
     become 8-bit integers. Raises CheckpointError naming every tensor that is missing or that the module does not know.
     """
-    start_s = time.perf_counter()
     shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
     with Checkpoint(info.folder) as checkpoint:
         check_quantised(info, checkpoint.entries, as_int8=as_int8)
@@ -65,7 +63,6 @@ def load_weights(
         names=tuple(sorted(wanted)),
         read_bytes=read_bytes,
         parameter_bytes=sum(tensor.nbytes for tensor in state.values()) + small_bytes,
-        seconds=time.perf_counter() - start_s,
     )
 
 
