@@ -114,7 +114,9 @@ def test_qwen2_5_vl_turns_by_time_height_and_width(qwen2_5_vl: Path, input_ids: 
 
 
 @torch.inference_mode()
-def test_whisper_equals_transformers(whisper: Path, input_ids: torch.Tensor) -> None:
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_whisper_equals_transformers(tmp_path: Path, activation: str, input_ids: torch.Tensor) -> None:
+    whisper = tiny_models.make_whisper(tmp_path / "whisper", activation_function=activation)
     theirs = WhisperForConditionalGeneration.from_pretrained(whisper).eval()
     encoder_output = torch.randn(1500, 64, generator=torch.Generator().manual_seed(3))
     ours = decoder_of(whisper)

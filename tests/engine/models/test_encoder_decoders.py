@@ -239,8 +239,9 @@ def test_t5_takes_512_tokens_where_its_config_names_no_limit(tmp_path: Path) -> 
     assert info.max_model_len == info.max_encoder_tokens == decoder_of(folder).spec.max_model_len == 512
 
 
-def test_an_unknown_activation_is_refused_at_load(tmp_path: Path) -> None:
-    folder = encdec.make_bart(tmp_path / "bart")
+@pytest.mark.parametrize("family", ["bart", "whisper"])
+def test_an_unknown_activation_is_refused_at_load(family: str, tmp_path: Path) -> None:
+    folder = MAKERS[family](tmp_path / family)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "activation_function": "snake"}))
     with pytest.raises(TriptychError, match="activation 'snake' is not supported; supported: gelu, "):
