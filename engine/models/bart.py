@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.model_info import ModelInfo
-from engine.models.base import AttentionContext, CheckpointLayout, DecoderModel, Sources, Zeros, split_key_value
+from engine.models.base import AttentionContext, CheckpointLayout, DecoderModel, split_key_value
 from engine.models.checkpoint_index import has_tensor
 from engine.models.config import is_tied
 from engine.models.layers import Linear, activation
@@ -97,16 +97,15 @@ class LayeredDecoder(DecoderModel):
 class BartDecoder(LayeredDecoder):
     """Positions are added in `forward`, with a norm over the sum; mBART norms before each block.
 
-    `has_logits_bias` says whether the checkpoint holds the bias of the output head; it is zero otherwise.
+    `has_logits_bias` says whether the checkpoint holds the bias of the output head.
     """
 
     def __init__(self, info: ModelInfo, *, pre_norm: bool, has_logits_bias: bool) -> None:
         num_positions = info.text_config["max_position_embeddings"] + POSITION_OFFSET
         super().__init__(info, _LAYOUT, num_positions, pre_norm=pre_norm)
         self.scale = math.sqrt(self.spec.hidden_size) if info.text_config.get("scale_embedding") else 1.0
-        self._has_logits_bias = has_logits_bias
         self.layernorm_embedding = nn.LayerNorm(self.spec.hidden_size)
-        self.final_logits_bias = nn.Parameter(torch.empty(1, self.spec.vocab_size))
+        self.final_logits_bias = nn.Parameter(torch.empty(1, self.spec.vocab_size)) if has_logits_bias else None
 
     def embed(self, input_ids: Tensor) -> Tensor:
         embeddings = super().embed(input_ids)
@@ -117,13 +116,8 @@ class BartDecoder(LayeredDecoder):
         return self.run_layers(self.layernorm_embedding(hidden), attention)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return super().logits(hidden).add_(self.final_logits_bias)
-
-    def sources(self) -> Sources:
-        sources = super().sources()
-        if not self._has_logits_bias:
-            sources["final_logits_bias"] = (Zeros(1),)
-        return sources
+        logits = super().logits(hidden)
+        return logits if self.final_logits_bias is None else logits.add_(self.final_logits_bias)
 
 
 class BartLayer(nn.Module):
