@@ -1,11 +1,11 @@
-"""Select the attention backend for a device, a dtype and a phase."""
+"""Select the attention backend for a device, a dtype and the heads of a decoder."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 import torch
@@ -20,8 +20,6 @@ from engine.attention.torch_backend import TorchBackend
 from engine.native.build import KernelsUnavailableError, in_one_line
 from engine.state.spec import HeadSpec
 
-Phase = Literal["prefill", "decode"]
-PHASES: Final[tuple[Phase, ...]] = ("prefill", "decode")
 _SMALL_HEADS: Final = HeadSpec(num_heads=1, num_kv_heads=1, head_dim=64)
 _TRIAL_BLOCK: Final = 16
 
@@ -36,7 +34,6 @@ class BackendEntry:
     make: Callable[[torch.device, torch.dtype, HeadSpec], AttentionBackend]
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype]
-    only_decodes: Callable[[torch.dtype, HeadSpec], bool] = lambda *_: False
     max_head_dim: float = math.inf
 
     def serves(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -57,6 +54,12 @@ def _flashinfer_backend(device: torch.device, dtype: torch.dtype, heads: HeadSpe
     except Exception as error:  # of compilers, of a loader or of a driver: what these raise is documented nowhere
         raise KernelsUnavailableError(kernels_missing(error)) from error
     return backend
+
+
+def _native_backend(device: torch.device, dtype: torch.dtype, heads: HeadSpec) -> AttentionBackend:
+    """Make the backend for all calls, or with PyTorch's for prompts that the kernel would compute token by token."""
+    native = NativeBackend()
+    return PhasedBackend(TorchBackend(device), native) if dtype == torch.float32 or heads.biased else native
 
 
 def try_out(backend: AttentionBackend, device: torch.device, dtype: torch.dtype, heads: HeadSpec) -> None:
@@ -103,10 +106,9 @@ BACKENDS: Final[dict[str, BackendEntry]] = {
         dtypes=frozenset({torch.bfloat16, torch.float16}),
     ),
     "native": BackendEntry(
-        lambda *_: NativeBackend(),
+        _native_backend,
         devices=frozenset({"cpu"}),
         dtypes=frozenset({torch.float32, torch.bfloat16}),
-        only_decodes=lambda dtype, heads: dtype == torch.float32 or heads.biased,  # prompts would go token by token
         max_head_dim=256,
     ),
     "torch": BackendEntry(
@@ -115,27 +117,19 @@ BACKENDS: Final[dict[str, BackendEntry]] = {
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
     ),
 }
-"""Every backend by name, in order of preference: the first that serves device, dtype and phase is taken."""
+"""Every backend by name, in order of preference: the first that serves device, dtype and heads, and runs, is taken."""
 
 
 def choose_backend(
     device: torch.device, dtype: torch.dtype = torch.float32, name: str = "auto", heads: HeadSpec = _SMALL_HEADS
 ) -> AttentionBackend:
-    """Return the backend for a device, a dtype and a decoder's heads, split by phase if two backends are best. Logs the
-    choice.
+    """Return the backend with the `name`, or the best for a device, a dtype and a decoder's heads. Logs the choice.
 
-    With a `name` it serves every phase that it can, and the rest is chosen. What stands in for one that cannot run here
-    `is_fallback`. Raises TriptychError("invalid_request") for a name that there is not, or that cannot run here or
-    serve this device, dtype and size of heads.
+    What stands in for one that cannot run here `is_fallback`. Raises TriptychError("invalid_request") for a name that
+    there is not, or that cannot run here or serve this device, dtype and size of heads.
     """
-    made = {} if name == "auto" else {name: _make_named(name, device, dtype, heads)}
-    order = [*made, *(other for other in BACKENDS if other not in made)]
-    chosen = {phase: _choose(phase, device, dtype, heads, order, made) for phase in PHASES}
-    names = {phase: backend.name for phase, backend in chosen.items()}
-    log.info("attention backend", **names, device=device.type, dtype=str(dtype).removeprefix("torch."))
-    prefill, decode = chosen["prefill"], chosen["decode"]
-    backend = prefill if prefill is decode else PhasedBackend(prefill, decode)
-    backend.is_fallback = prefill.is_fallback or decode.is_fallback
+    backend = _choose(device, dtype, heads) if name == "auto" else _make_named(name, device, dtype, heads)
+    log.info("attention backend", backend=backend.name, device=device.type, dtype=str(dtype).removeprefix("torch."))
     return backend
 
 
@@ -156,27 +150,18 @@ def _make_named(name: str, device: torch.device, dtype: torch.dtype, heads: Head
         raise invalid(f"attention backend {name!r}: {error}", "attention_backend") from error
 
 
-def _choose(
-    phase: Phase,
-    device: torch.device,
-    dtype: torch.dtype,
-    heads: HeadSpec,
-    order: list[str],
-    made: dict[str, AttentionBackend],
-) -> AttentionBackend:
-    """Return the first backend in `order` for a phase; `made` keeps backends already made for the other phase."""
+def _choose(device: torch.device, dtype: torch.dtype, heads: HeadSpec) -> AttentionBackend:
+    """Return the first backend that serves and runs."""
     is_fallback = False
-    for name in order:
-        entry = BACKENDS[name]
-        only_decodes = phase == "prefill" and entry.only_decodes(dtype, heads)
-        if only_decodes or not entry.serves(device, dtype, heads.head_dim):
+    for name, entry in BACKENDS.items():
+        if not entry.serves(device, dtype, heads.head_dim):
             continue
         try:
-            if name not in made:
-                made[name] = entry.make(device, dtype, heads)
-            made[name].is_fallback |= is_fallback
-            return made[name]
+            backend = entry.make(device, dtype, heads)
         except KernelsUnavailableError as error:
             is_fallback = True
             log.warning("attention backend not available", backend=name, reason=str(error))
+        else:
+            backend.is_fallback = is_fallback
+            return backend
     raise invalid(f"no attention backend serves {dtype} on {device.type}")

@@ -192,23 +192,26 @@ def test_a_named_backend_serves_both_phases() -> None:
     assert isinstance(choose_backend(CPU, torch.bfloat16, "torch"), TorchBackend)
 
 
-def test_phases_may_differ_and_what_cannot_run_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["auto", "native"])
+def test_prompts_that_the_kernel_would_compute_token_by_token_go_to_pytorch(name: str) -> None:
+    if not choose_backend(CPU).calls_kernels:
+        pytest.skip("the processor or the compiler cannot run the kernels")
+    biased = HeadSpec(1, 1, 64, biased=True)
+    for dtype, heads in ((torch.float32, HeadSpec(1, 1, 64)), (torch.bfloat16, biased)):
+        assert choose_backend(CPU, dtype, name, heads).name == "torch+native"
+    assert choose_backend(CPU, torch.bfloat16, name).name == "native"
+
+
+def test_what_cannot_run_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: object) -> AttentionBackend:
         raise KernelsUnavailableError("no compiler")
 
-    cpu, half = frozenset({"cpu"}), frozenset({torch.bfloat16})
-    entries = {
-        "absent": select.BackendEntry(missing, cpu, half),
-        "decoder": select.BackendEntry(lambda device, *_: TorchBackend(device), cpu, half, lambda *_: True),
-        "torch": BACKENDS["torch"],
-    }
-    monkeypatch.setattr(select, "BACKENDS", entries)
-    chosen = choose_backend(CPU, torch.bfloat16)
-    assert isinstance(chosen, PhasedBackend)
-    assert chosen.prefill is not chosen.decode
-    assert chosen.is_fallback, "what was preferred cannot run"
-    plain = choose_backend(CPU, torch.float32)
+    absent = select.BackendEntry(missing, frozenset({"cpu"}), frozenset({torch.bfloat16}))
+    monkeypatch.setattr(select, "BACKENDS", {"absent": absent, "torch": BACKENDS["torch"]})
+    chosen, plain = choose_backend(CPU, torch.bfloat16), choose_backend(CPU, torch.float32)
+    assert isinstance(chosen, TorchBackend)
     assert isinstance(plain, TorchBackend)
+    assert chosen.is_fallback, "what was preferred cannot run"
     assert not plain.is_fallback, "nothing was passed over"
     with pytest.raises(TriptychError, match="'absent': no compiler"):
         choose_backend(CPU, torch.bfloat16, "absent")
