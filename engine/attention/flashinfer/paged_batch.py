@@ -10,7 +10,6 @@ from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine.attention.backend import AttentionBackend
@@ -21,48 +20,19 @@ from engine.state.bias import AttentionMask
 from engine.state.spec import IntArray
 
 Phase = Literal["decode", "prefill"]
-Int32Array = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class PageTable:
-    """The pages of n requests on the host, in compressed sparse rows as expected by FlashInfer.
+class Pages:
+    """The pages of n requests in compressed sparse rows, as expected by FlashInfer: the indices on the device, planning
+    data on the host (pinned).
 
     indptr         int32 [n + 1]: the pages of request i are indices[indptr[i] : indptr[i + 1]], one at least
     indices        int32 [indptr[n]]
     last_page_len  int32 [n]: keys in the last page, 1 .. block_size
     num_keys       int32 [n]: keys in all of its pages
-    is_empty       bool [n]: requests without keys. They are given one, in block 0; what comes of it must be zeros
-    """
 
-    indptr: Int32Array
-    indices: Int32Array
-    last_page_len: Int32Array
-    num_keys: Int32Array
-    is_empty: npt.NDArray[np.bool_]
-
-
-def page_table(table: IntArray, num_keys: IntArray, block_size: int) -> PageTable:
-    """The first `num_keys` [n] keys of each row of a block table [n, max_blocks]."""
-    is_empty = num_keys == 0
-    num_keys = np.maximum(num_keys, 1)
-    counts = num_blocks(num_keys, block_size)
-    indptr = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=indptr[1:])
-    width = int(counts.max(initial=0))
-    blocks = np.zeros((len(counts), width), np.int32)  # where all rows are empty, a table has no columns
-    blocks[:, : table.shape[1]] = table[:, :width]
-    blocks[is_empty] = 0
-    indices = blocks[np.arange(width) < counts[:, None]]
-    last_page_len = (num_keys - (counts - 1) * block_size).astype(np.int32)
-    return PageTable(indptr, indices, last_page_len, num_keys.astype(np.int32), is_empty)
-
-
-@dataclass(frozen=True)
-class Pages:
-    """A page table for FlashInfer: the indices on the device, planning data on the host (pinned).
-
-    `num_keys` int32 [n] are those of each request.
+    Requests without keys are given one, in block 0; what comes of it must be zeros.
     """
 
     indptr: torch.Tensor
@@ -71,12 +41,23 @@ class Pages:
     num_keys: torch.Tensor
 
     @classmethod
-    def send(cls, table: PageTable, device: torch.device) -> Pages:
-        """Start the copy of the indices, without waiting."""
-        arrays = table.indptr, table.last_page_len, table.num_keys, table.indices
-        packed = pack(arrays, pin=device.type == "cuda")
-        indptr, last_page_len, num_keys, indices = unpack(packed, arrays)
-        return cls(indptr, indices.to(device, non_blocking=True), last_page_len, num_keys)
+    def of(cls, table: IntArray, num_keys: IntArray, block_size: int, device: torch.device) -> Pages:
+        """Lay out the first `num_keys` [n] keys of each row of a block table [n, max_blocks].
+
+        Starts the copy of the indices, without waiting.
+        """
+        given = np.maximum(num_keys, 1)
+        counts = num_blocks(given, block_size)
+        starts = np.zeros(len(counts) + 1, np.int32)
+        np.cumsum(counts, out=starts[1:])
+        width = int(counts.max(initial=0))
+        blocks = np.zeros((len(counts), width), np.int32)  # where all rows are empty, a table has no columns
+        blocks[:, : table.shape[1]] = table[:, :width]
+        blocks[num_keys == 0] = 0
+        in_last = given - (counts - 1) * block_size
+        arrays = starts, in_last.astype(np.int32), given.astype(np.int32), blocks[np.arange(width) < counts[:, None]]
+        indptr, last_page_len, lens, indices = unpack(pack(arrays, pin=device.type == "cuda"), arrays)
+        return cls(indptr, indices.to(device, non_blocking=True), last_page_len, lens)
 
 
 class PagedBatch:
@@ -126,7 +107,7 @@ class PagedBatch:
         positions = metadata.positions[tokens]
         ends = positions + 1 if metadata.key_ranges is None else metadata.key_ranges[tokens, 1]
         queries, ends_there = send(self._device, positions, ends)
-        keys = torch.arange(int(self._table.num_keys[index]), device=self._device)
+        keys = torch.arange(max(1, int(self._common_keys[index])), device=self._device)
         seen = torch.ones(len(queries), len(keys), dtype=torch.bool, device=self._device)
         if mask is not None:
             seen = seen & mask.seen(queries, keys, metadata.requests[index] if mask.by_request else None)
@@ -149,21 +130,22 @@ class PagedBatch:
     @cached_property
     def pages(self) -> Pages:
         """Pages of a batch whose tokens share visible keys."""
-        return Pages.send(self._table, self._device)
+        return Pages.of(self.metadata.table, self._common_keys, self._block_size, self._device)
 
     @cached_property
     def blind(self) -> torch.Tensor | None:
         """Mask of tokens without visible keys, bool [num_tokens, 1, 1] on the device; None if every token has keys."""
-        if not self._table.is_empty.any():
+        is_empty = self._common_keys == 0
+        if not is_empty.any():
             return None
         counts = np.diff(self.metadata.query_start_loc)
-        [blind] = send(self._device, np.repeat(self._table.is_empty, counts)[:, None, None])
+        [blind] = send(self._device, np.repeat(is_empty, counts)[:, None, None])
         return blind
 
-    @cached_property
-    def _table(self) -> PageTable:
+    @property
+    def _common_keys(self) -> IntArray:
         assert self.num_keys is not None
-        return page_table(self.metadata.table, self.num_keys, self._block_size)
+        return self.num_keys
 
 
 class RaggedBatch:

@@ -119,7 +119,7 @@ class _Planned(ABC):
 
 class PagedWrapper(_Planned):
     """A wrapper over the pages of a cache, planned for a single kind of call. With `fixed` buffers, CUDA graphs can
-    capture the wrapper: of query starts, indptr, indices and last_page_len, as of `PageTable`.
+    capture the wrapper: of query starts, indptr, indices and last_page_len, as of `Pages`.
 
     Requests are computed in one piece (`disable_split_kv`) where the partial results of a graph would not fit into the
     workspace: of decodes of a large batch, and of prompts, which may have any lengths.
