@@ -49,7 +49,6 @@ class AttentionMetadata:
     query_start_loc: list[int]
     seq_lens: list[int]
     block_table: torch.Tensor
-    block_lists: list[list[int]]
     slot_mapping: torch.Tensor | None
     causal: bool
     num_decodes: int
@@ -112,7 +111,6 @@ class AttentionMetadata:
             query_start_loc=[start - first for start in self.query_start_loc[begin : end + 1]],
             seq_lens=self.seq_lens[begin:end],
             block_table=self.block_table[begin:end],
-            block_lists=self.block_lists[begin:end],
             slot_mapping=None if self.slot_mapping is None else self.slot_mapping[first:last],
             num_decodes=min(self.num_decodes, end) - begin,
             key_ranges=None if self.key_ranges is None else self.key_ranges[first:last],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -224,12 +224,11 @@ def _plan_row(
         if end - start == 1:
             mask = grouped(mask, num_kv_heads)
     first_block, last_block = visible.first // block_size, -(-visible.last // block_size)
-    ids = metadata.block_lists[index][first_block:last_block]
-    consecutive = all(b - a == 1 for a, b in pairwise(ids))
-    if ids and consecutive:
-        blocks: slice | torch.Tensor = slice(ids[0], ids[-1] + 1)
+    ids = metadata.table[index, first_block:last_block]
+    if len(ids) and (np.diff(ids) == 1).all():
+        blocks: slice | torch.Tensor = slice(int(ids[0]), int(ids[-1]) + 1)
     else:
-        [blocks] = send(device, np.asarray(ids, np.int64))
+        [blocks] = send(device, ids)
     return _Single(start, end, visible, blocks, visible.first - first_block * block_size, mask)
 
 

@@ -80,7 +80,6 @@ class CrossBatch:
             query_start_loc=inputs.query_start_loc.tolist(),
             seq_lens=seq_lens,
             block_table=torch.from_numpy(self._table) if table is None else table,
-            block_lists=self._lists,
             slot_mapping=None,
             causal=False,
             num_decodes=step.num_decodes,

@@ -231,7 +231,7 @@ class DecoderRunner:
         if not self._replays_prompts and (pieces or num_tokens > len(step.sequences)):
             return None
         block_table, whole_inputs = torch.from_numpy(inputs.block_table), bool(self.spec.whole_input_tokens)
-        own = self_metadata(step, inputs, blocks, block_table, None, whole_inputs=whole_inputs)
+        own = self_metadata(step, inputs, block_table, None, whole_inputs=whole_inputs)
         cross = None if self._cross is None else self._cross.metadata(step, inputs, blocks, on_device=False)
         return graphs.run(inputs, positions_of(step, inputs, uses_mrope=self._uses_mrope), own, cross, pieces)
 
@@ -259,7 +259,7 @@ class DecoderRunner:
         encoder_rows = merge_embeddings(embeddings, pieces, self.dtype)
         slot_mapping = slot_mapping.to(self.backend.slot_dtype)
         whole_inputs = bool(self.spec.whole_input_tokens)
-        own = self_metadata(step, inputs, blocks, block_table, slot_mapping, whole_inputs=whole_inputs)
+        own = self_metadata(step, inputs, block_table, slot_mapping, whole_inputs=whole_inputs)
         cross = None if self._cross is None else self._cross.metadata(step, inputs, blocks, on_device=True)
         context = PagedAttentionContext.of_step(self.backend, self.caches, own, cross)
         select = partial(torch.index_select, dim=0, index=read[0]) if read else None

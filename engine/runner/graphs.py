@@ -264,7 +264,7 @@ def padded(metadata: AttentionMetadata, size: int, num_requests: int | None = No
     rest = more if num_requests is None else num_requests - there
     if not rest:
         return metadata
-    blocks, num_keys = ([0], 1) if metadata.causal else ([], 0)
+    num_keys = int(metadata.causal)
     starts = [*range(num_tokens + 1, size + 1)] if num_requests is None else [size] * rest
     lens = [num_keys * max(1, starts[0] - num_tokens), *[num_keys] * (rest - 1)]
     whole = np.zeros((there + rest, max(1, table.shape[1])), np.int64)
@@ -275,7 +275,6 @@ def padded(metadata: AttentionMetadata, size: int, num_requests: int | None = No
         query_start_loc=[*metadata.query_start_loc, *starts],
         seq_lens=metadata.seq_lens + lens,
         block_table=torch.from_numpy(whole),
-        block_lists=metadata.block_lists + [blocks] * rest,
         slot_mapping=None,
         num_decodes=metadata.num_decodes + rest,
         key_ranges=None if ranges is None else np.pad(ranges, ((0, more), (0, 0))),
@@ -288,4 +287,4 @@ def padded(metadata: AttentionMetadata, size: int, num_requests: int | None = No
 
 def _no_requests(*, causal: bool) -> AttentionMetadata:
     table = np.zeros((0, 1), np.int64)
-    return AttentionMetadata([0], [], torch.from_numpy(table), [], None, causal, 0, host_table=table)
+    return AttentionMetadata([0], [], torch.from_numpy(table), None, causal, 0, host_table=table)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from common.model_info import ModelInfo
 from engine.attention.metadata import AttentionMetadata
-from engine.cache.block_manager import BlockManager
 from engine.cache.encoder_cache import EncoderCacheManager
 from engine.device.h2d import send, send_tensor
 from engine.state.inputs import EncoderRows, ScheduledStep, StepInputs
@@ -71,7 +70,6 @@ def positions_of(step: ScheduledStep, inputs: StepInputs, *, uses_mrope: bool) -
 def self_metadata(
     step: ScheduledStep,
     inputs: StepInputs,
-    blocks: BlockManager,
     block_table: Tensor,
     slot_mapping: Tensor | None,
     *,
@@ -83,7 +81,6 @@ def self_metadata(
         query_start_loc=inputs.query_start_loc.tolist(),
         seq_lens=inputs.seq_lens.tolist(),
         block_table=block_table,
-        block_lists=[blocks.tables[sequence.sequence_id] for sequence in step.sequences],
         slot_mapping=slot_mapping,
         causal=True,
         num_decodes=step.num_decodes,

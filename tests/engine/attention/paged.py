@@ -120,7 +120,6 @@ class Paged:
             query_start_loc=self.shape.query_starts,
             seq_lens=[keys for _, keys in self.shape.lens],
             block_table=padded,
-            block_lists=self.tables,
             slot_mapping=self.slots[self.is_new] if self.shape.causal else None,
             causal=self.shape.causal,
             num_decodes=sum(1 for queries, _ in self.shape.lens if queries == 1),
@@ -177,7 +176,7 @@ class Paged:
         backend.write(self.cache, self.key[old], self.value[old], self.slots[old])
         metadata = self.metadata(key_ranges)
         if not self.shape.causal:
-            nothing = AttentionMetadata([0], [], metadata.block_table[:0], [], self.slots[:0], True, 0)
+            nothing = AttentionMetadata([0], [], metadata.block_table[:0], self.slots[:0], True, 0)
             context = PagedAttentionContext.of_step(backend, [self.cache], nothing, metadata)
             return context.cross_attention(0, self.query, scale=scale, bias=bias)
         context = PagedAttentionContext.of_step(backend, [self.cache], metadata)
