@@ -141,6 +141,11 @@ class AttentionBackend(ABC):
         flat[1].index_copy_(0, slot_mapping, value)
 
 
+def dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [n, heads, head_dim], copied unless the elements of a token lie together."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
 @dataclass(frozen=True)
 class PagedAttentionContext:
     """Plans of a step, shared by all layers. Implements `AttentionContext`.

@@ -143,10 +143,10 @@ def common_keys(metadata: AttentionMetadata) -> IntArray | None:
     return common
 
 
-def is_same_batch(one: AttentionMetadata | None, other: AttentionMetadata) -> bool:
+def is_same_batch(one: AttentionMetadata, other: AttentionMetadata) -> bool:
     """Whether two batches of cross-attention read the same keys for the same tokens, with the same bias."""
-    if one is None or one is other:
-        return one is other
+    if one is other:
+        return True
     if one.query_start_loc != other.query_start_loc or one.seq_lens != other.seq_lens:
         return False
     if one.num_computed_tokens != other.num_computed_tokens or one.requests != other.requests:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from engine.attention.backend import AttentionBackend, FixedPlan, PlanSizes
+from engine.attention.backend import AttentionBackend, FixedPlan, PlanSizes, dense_rows
 from engine.attention.metadata import AttentionMetadata
 from engine.native import ops
 from engine.state.bias import AttentionBias
@@ -84,18 +84,13 @@ class NativeBackend(AttentionBackend):
             plan.refuse(bias)
             window = window if plan.sizes.causal else None
         ranges = plan.key_ranges[window]
-        return ops.paged_attention(_dense_heads(query), cache, plan.tables, plan.requests, ranges, scale, offsets)
+        return ops.paged_attention(dense_rows(query), cache, plan.tables, plan.requests, ranges, scale, offsets)
 
     def make_fixed_plan(self, sizes: PlanSizes) -> FixedPlan | None:
         return None if sizes.heads.biased else NativeFixedPlan(sizes)
 
     def write(self, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        ops.write_cache(cache, _dense_heads(key), _dense_heads(value), slot_mapping)
-
-
-def _dense_heads(x: torch.Tensor) -> torch.Tensor:
-    """x [n, heads, head_dim], copied unless the heads of a token lie side by side."""
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+        ops.write_cache(cache, dense_rows(key), dense_rows(value), slot_mapping)
 
 
 def _requests_of(metadata: AttentionMetadata) -> IntArray:

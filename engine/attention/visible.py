@@ -16,24 +16,19 @@ from engine.state.spec import IntArray
 class Visible:
     """Keys `first` .. `last` are visible to some token; `hidden` [num_queries, num_keys] is True for hidden pairs.
 
-    `hidden` is None where every token sees all of them. `causal` says that only later keys are hidden. `blind`
+    `hidden` is None where every token sees all of them, and `triangular` where it is a plain lower triangle. `blind`
     [num_queries] marks tokens that see nothing; None where there are none. Both are on the device of the attention.
     """
 
     first: int
     last: int
     hidden: torch.Tensor | None = None
-    causal: bool = False
+    triangular: bool = False
     blind: torch.Tensor | None = None
 
     @property
     def num_keys(self) -> int:
         return self.last - self.first
-
-    @property
-    def triangular(self) -> bool:
-        """Whether `hidden` is a plain lower triangle."""
-        return self.causal and self.hidden is not None and self.hidden.shape[0] == self.num_keys
 
     def additive_mask(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Return [num_queries, num_keys] of 0 or -inf; None if no key is hidden or the causal triangle is enough."""
@@ -67,7 +62,7 @@ def causal_keys(num_queries: int, seq_len: int, window: int | None, device: torc
     if narrow:
         assert window is not None
         hidden |= keys <= queries - window
-    return Visible(first, seq_len, hidden, causal=not narrow)
+    return Visible(first, seq_len, hidden, triangular=past == 0 and not narrow)
 
 
 def decode_mask(

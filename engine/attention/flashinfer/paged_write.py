@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.attention.backend import dense_rows
+
 
 def write_paged(cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Put key and value, [num_tokens, num_kv_heads, head_dim], into slots [num_tokens] of a layer's cache,
@@ -13,7 +15,7 @@ def write_paged(cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slo
     num_tokens, slot_size = len(key), key[0].numel() if len(key) else 0
     if num_tokens == 0:
         return
-    key, value = _dense_rows(key), _dense_rows(value)
+    key, value = dense_rows(key), dense_rows(value)
     grid = (num_tokens, 2)
     _write_slots[grid](
         cache,
@@ -42,8 +44,3 @@ def _write_slots(  # type: ignore[no-untyped-def]  # Triton reads annotations, a
     else:
         row = tl.load(value + token * value_stride + offsets, mask=inside)
     tl.store(cache + side * side_stride + slot * slot_size + offsets, row, mask=inside)
-
-
-def _dense_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [n, heads, head_dim], copied unless the elements of a token lie together."""
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
