@@ -82,19 +82,16 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     **more: Any,
 ) -> tuple[Tensor, None]:
     """query, key, value [batch, num_heads, size, head_dim] -> [batch, size, num_heads, head_dim].
 
     What the kernel does not serve goes to PyTorch's attention, as without us.
     """
-    plain = attention_mask is None and more.get("position_bias") is None and dropout == 0.0
+    plain = attention_mask is None and more.get("position_bias") is None
     if plain and ops.serves_dense(query, key, value):
         return ops.dense_attention(query, key, value, scaling or query.shape[-1] ** -0.5), None
-    attended, _ = sdpa_attention_forward(
-        module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **more
-    )
+    attended, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **more)
     return attended, None
 
 
@@ -183,7 +180,6 @@ class EncoderAttention:
         value: Tensor,
         attention_mask: Tensor | None,
         scaling: float | None = None,
-        dropout: float = 0.0,
         cu_seq_lens_q: Tensor | None = None,
         **more: Any,
     ) -> tuple[Tensor, None]:
@@ -194,8 +190,8 @@ class EncoderAttention:
         batch, num_heads, size, head_dim = query.shape
         heads = HeadSpec(num_heads, key.shape[1], head_dim, biased=_adds(attention_mask, more.get("position_bias")))
         masked = attention_mask is not None or heads.biased
-        if dropout != 0.0 or (masked and not self._ragged.serves(heads, query.dtype)):
-            return attend(module, query, key, value, attention_mask, scaling, dropout, **more)
+        if masked and not self._ragged.serves(heads, query.dtype):
+            return attend(module, query, key, value, attention_mask, scaling, **more)
         if attention_mask is not None:
             sequences = self._under(attention_mask, batch, size)
         else:
