@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -84,18 +85,23 @@ class BlockManager:
         return shared + own + self.blocks_for(num_encoder_tokens) <= self.pool.num_usable
 
     def missing_blocks(
-        self, num_tokens: int, num_encoder_tokens: int = 0, content: str = "", prefix: Sequence[bytes] = ()
+        self,
+        num_tokens: int,
+        num_encoder_tokens: int = 0,
+        content: str = "",
+        prefix: Sequence[bytes] = (),
+        released: AbstractSet[int] = frozenset(),
     ) -> int:
-        """Return how many blocks of `num_free` a sequence and its cross table would use."""
-        cached = self.match_prefix(prefix)
-        held = sum(1 for name in prefix[:cached] if self._block_of[name] not in self._idle)
-        return self.blocks_for(num_tokens) - held + self._missing_cross(num_encoder_tokens, content)
+        """Return how many blocks of `num_free` a sequence and its cross table would use, after the holders of the
+        `released` blocks were freed."""
+        cached = [self._block_of[name] for name in prefix[: self.match_prefix(prefix)]]
+        held = sum(1 for block in cached if block not in self._idle and block not in released)
+        return self.blocks_for(num_tokens) - held + self._missing_cross(num_encoder_tokens, content, released)
 
-    def _missing_cross(self, num_encoder_tokens: int, content: str) -> int:
+    def _missing_cross(self, num_encoder_tokens: int, content: str, released: AbstractSet[int]) -> int:
         entry = self._cross_tables.get(content)
-        if entry is None:
-            return self.blocks_for(num_encoder_tokens)
-        return 0 if entry.readers else len(entry.blocks)
+        is_held = entry is not None and entry.readers and released.isdisjoint(entry.blocks)
+        return 0 if is_held else self.blocks_for(num_encoder_tokens)
 
     # --- self tables
 
@@ -223,13 +229,14 @@ class BlockManager:
         """The distinct blocks in the tables of some sequences."""
         return {block for name in sequence_ids for block in self.tables.get(name, ())}
 
-    def releasable_blocks(self, request_id: str, sequence_ids: Sequence[int]) -> int:
-        """Return how many blocks freeing a request's tables would add to `num_free`."""
+    def releasable_blocks(self, request_ids: AbstractSet[str], sequence_ids: Iterable[int]) -> set[int]:
+        """Return the blocks that freeing all tables of some requests would add to `num_free`."""
         counts = Counter(block for name in sequence_ids for block in self.tables.get(name, ()))
-        own = sum(1 for block, count in counts.items() if self.pool.references(block) == count)
-        content = self._cross_of.get(request_id)
-        cross = self._cross_tables[content] if content is not None else None
-        return own + (len(cross.blocks) if cross is not None and cross.readers == {request_id} else 0)
+        released = {block for block, count in counts.items() if self.pool.references(block) == count}
+        for content in {self._cross_of[name] for name in request_ids if name in self._cross_of}:
+            if self._cross_tables[content].readers <= request_ids:
+                released.update(self._cross_tables[content].blocks)
+        return released
 
     # --- swapping
 
@@ -253,11 +260,11 @@ class BlockManager:
     def is_swapped(self, request_id: str) -> bool:
         return request_id in self.host.requests
 
-    def missing_to_swap_in(self, request_id: str) -> int:
-        """Return how many blocks of `num_free` a call of `swap_in` would use."""
+    def missing_to_swap_in(self, request_id: str, released: AbstractSet[int] = frozenset()) -> int:
+        """Return how many blocks of `num_free` a call of `swap_in` would use, `released` as for `missing_blocks`."""
         swapped = self.host.requests[request_id]
-        cross = self._missing_cross(len(swapped.cross) * self.block_size, swapped.content) if swapped.cross else 0
-        return len(swapped.self_blocks) + cross
+        num_encoder_tokens = len(swapped.cross) * self.block_size
+        return len(swapped.self_blocks) + self._missing_cross(num_encoder_tokens, swapped.content, released)
 
     def swap_in(self, request_id: str) -> None:
         """Move the tables of a request back to the device, shared among its sequences as before."""

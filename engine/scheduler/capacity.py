@@ -7,6 +7,7 @@ until the blocks are given up for another request, so nothing here is remembered
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 
 from common.errors import ErrorInfo
 from engine.cache.block_manager import BlockManager
@@ -63,30 +64,35 @@ class Capacity:
     def has_place(self, request: Request, wanted: int, givers: Sequence[Request] = ()) -> bool:
         """Return True if slots, blocks and an adapter's place are free for a waiting request and the next `wanted`
         tokens, or would be without the `givers`."""
-        held = sum(self._blocks.releasable_blocks(other.request_id, other.sequence_ids) for other in givers)
         holders = [other for other in (*self._running, *self._reserved) if other not in givers]
         if request.sampling.adapter and len(adapters_of([*holders, request])) > self._max_loras:
             return False
         slots = sum(other.num_slots for other in holders) + request.num_slots
-        return slots <= self._max_num_seqs and self._missing_blocks(request, wanted) <= self._blocks.num_free + held
+        if slots > self._max_num_seqs:
+            return False
+        released: AbstractSet[int] = frozenset()
+        if givers:
+            names = {other.request_id for other in givers}
+            released = self._blocks.releasable_blocks(names, (one for other in givers for one in other.sequence_ids))
+        return self._missing_blocks(request, wanted, released) <= self._blocks.num_free + len(released)
 
-    def _missing_blocks(self, request: Request, wanted: int) -> int:
+    def _missing_blocks(self, request: Request, wanted: int, released: AbstractSet[int]) -> int:
         if self._blocks.is_swapped(request.request_id):
-            return self._missing_to_go_on(request, wanted)
+            return self._missing_to_go_on(request, wanted, released)
         prefix = self._cache_lookup.prefix(request)
         num_tokens = len(prefix) * self._blocks.block_size + wanted
         shared = len(request.prompt) // self._blocks.block_size
         siblings = sum(self._blocks.blocks_for(len(one.token_ids)) - shared for one in request.sequences[1:])
         return siblings + self._blocks.missing_blocks(
-            num_tokens, request.num_encoder_tokens, request.encoder_content, prefix
+            num_tokens, request.num_encoder_tokens, request.encoder_content, prefix, released
         )
 
-    def _missing_to_go_on(self, request: Request, wanted: int) -> int:
+    def _missing_to_go_on(self, request: Request, wanted: int, released: AbstractSet[int]) -> int:
         """Blocks for the swapped tokens of a request and the next step, a copy on write included.
 
         The whole pool is always enough, since what outgrows it has ended.
         """
-        blocks, missing = self._blocks, self._blocks.missing_to_swap_in(request.request_id)
+        blocks, missing = self._blocks, self._blocks.missing_to_swap_in(request.request_id, released)
         for sequence in request.sequences:
             computed, count = sequence.num_computed_tokens, min(wanted, request.num_remaining(sequence))
             missing += blocks.blocks_for(computed + count) - blocks.blocks_for(computed) + 1

@@ -323,7 +323,9 @@ class DecoderScheduler:
         if not self.capacity.could_place(request, wanted):
             return False
         while not self.capacity.has_place(request, wanted):
-            victim = max(self.capacity.givers(request), key=lambda candidate: candidate.order)
+            victim = max(self.capacity.givers(request), key=lambda candidate: candidate.order, default=None)
+            if victim is None:
+                return False
             if victim.has_unknown_tokens:
                 self.held_back = True
                 return False

@@ -269,7 +269,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(sorted(one.sequences)))
         own = self.own_cells(name)
         before, host_before = self.manager.num_free, self.manager.host.num_free
-        expected = before if one.swapped else before + self.manager.releasable_blocks("nobody", [number])
+        expected = before if one.swapped else before + len(self.manager.releasable_blocks(set(), [number]))
         cells = one.sequences.pop(number).cells
         self.manager.free(number)
         assert self.manager.num_free == expected
@@ -291,6 +291,25 @@ class BlockManagerMachine(RuleBasedStateMachine):
         gone = not one.swapped and not self.readers(one.content)
         assert self.manager.num_free == before + (cross if gone else 0)
         self.forget_if_empty(name)
+
+    @precondition(lambda self: any(not one.swapped for one in self.requests.values()))
+    @rule(data=st.data(), tokens=TOKENS, content=st.sampled_from(sorted(ENCODER_TOKENS)))
+    def end_some(self, data: st.DataObject, tokens: list[int], content: str) -> None:
+        """Requests go together. What another one would miss then is known before, shared with them or not."""
+        names = [name for name, one in self.requests.items() if not one.swapped]
+        ending = data.draw(st.sets(st.sampled_from(names), min_size=1))
+        numbers = [number for name in ending for number in self.requests[name].sequences]
+        prefix = self.hashes(content, tokens[:-1])
+        prefix = prefix[: self.manager.match_prefix(prefix)]
+        needs = len(tokens), ENCODER_TOKENS[content], content, prefix
+        released = self.manager.releasable_blocks(ending, numbers)
+        before, missing = self.manager.num_free, self.manager.missing_blocks(*needs, released)
+        for name in ending:
+            for number in self.requests.pop(name).sequences:
+                self.manager.free(number)
+            self.manager.free_cross(name)
+        assert self.manager.num_free == before + len(released)
+        assert self.manager.missing_blocks(*needs) == missing
 
     def forget_if_empty(self, name: str) -> None:
         one = self.requests[name]

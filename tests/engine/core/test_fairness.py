@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from common.messages import Failed, Tokens
 from common.model_info import ModelInfo
 from engine.scheduler.pace import MIN_TOKENS
+from tests.engine.conftest import AUDIO_FRAMES
 from tests.engine.driving import Driver, Job, greedy, make_engine, run, sampled, text, text_tokens
 
 
@@ -50,6 +52,33 @@ def test_an_urgent_request_takes_the_place_of_one_that_runs(tiny_llama: ModelInf
     assert ended(driver) == ["urgent", "a", "b"]
     assert driver.engine.stats()["preemptions_total"] == 1
     assert {key: driver.tokens[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("shared", ["tokens", "clip"])
+def test_what_an_urgent_request_shares_with_one_that_would_make_way_is_no_room_for_it(
+    shared: str, tiny_llama: ModelInfo, tiny_speech: ModelInfo
+) -> None:
+    """Freed blocks that it has to hold itself are not free for its other tokens: nobody makes way in vain."""
+    num_cross = -(-AUDIO_FRAMES // 4) if shared == "clip" else 0
+    info = tiny_speech if num_cross else tiny_llama
+    begin = text_tokens(1, 1 if num_cross else 16)
+
+    def job(name: str, length: int, max_tokens: int, priority: int) -> Job:
+        tokens = begin + text_tokens(len(name), length - len(begin))
+        return Job(name, tokens, greedy(max_tokens), [("clip", AUDIO_FRAMES)] if num_cross else [], priority)
+
+    neighbour = replace(text("neighbour", 9, greedy(4)), media=[("other", AUDIO_FRAMES)] if num_cross else [])
+    jobs = [job("low", 25, 4, 1), neighbour, job("urgent", 36, 2, 0)]
+    expected = run(make_engine(info), jobs, watch=False).tokens
+    driver = Driver(make_engine(info, 10 + 2 * num_cross))
+    for one in jobs[:2]:
+        driver.add(one)
+    driver.step_while(lambda: len(driver.tokens) < 2)
+    driver.add(jobs[2])
+    driver.step()
+    assert [one.request_id for one in driver.engine.scheduler.running] == ["neighbour", "low"]
+    assert driver.finish() == expected
+    assert driver.engine.stats()["preemptions_total"] == 0
 
 
 def test_an_equal_never_takes_the_place_of_one_that_runs(tiny_llama: ModelInfo) -> None:
