@@ -178,7 +178,8 @@ class LLM:
             processors.init_worker(str(self.info.folder), dtype)
         self._live: dict[str, _Live] = {}
         self._ids = itertools.count()
-        self._outputs: list[RequestOutput] = []  # finished, not returned yet
+        self._outputs: dict[str, RequestOutput] = {}  # finished, not returned yet
+        self._errors: dict[str, TriptychError] = {}  # failed, not raised yet
 
     # --- whole batches
 
@@ -299,14 +300,19 @@ class LLM:
         return replace(output, prompt=decode(output.prompt_token_ids), encoder_prompt=encoder_prompt)
 
     def _run(self, request_ids: list[str], *, return_prompts: bool = False) -> list[RequestOutput]:
-        finished: dict[str, RequestOutput] = {}
+        own = set(request_ids)
         try:
-            while any(request_id not in finished for request_id in request_ids):
-                finished |= {output.request_id: output for output in self.step()}
+            while not own <= self._outputs.keys():
+                self._step()
+                for request_id, error in self._errors.items():
+                    if request_id in own:
+                        raise error
+            outputs = [self._outputs[request_id] for request_id in request_ids]
         finally:
             for request_id in request_ids:
                 self.abort(request_id)
-        outputs = [finished[request_id] for request_id in request_ids]
+                self._outputs.pop(request_id, None)
+                self._errors.pop(request_id, None)
         return [self._with_texts(output) for output in outputs] if return_prompts else outputs
 
     # --- one at a time
@@ -354,26 +360,33 @@ class LLM:
     def step(self) -> list[RequestOutput]:
         """Run a step of each engine; return finished requests.
 
-        Raises the TriptychError of a request that failed; it is gone then, the others go on with the next step.
+        Raises the TriptychError of a request that failed, of several one a step; they are gone then, the others go on
+        with the next step.
         """
-        errors: list[TriptychError] = []
+        self._step()
+        if self._errors:
+            raise self._errors.pop(next(iter(self._errors)))
+        outputs, self._outputs = self._outputs, {}
+        return list(outputs.values())
+
+    def _step(self) -> None:
         for event in self.decoder.step():
             try:
                 self._handle(event)
             except TriptychError as error:
-                errors.append(error)
-                self.abort(event.request_id)
+                self._fail(event.request_id, error)
         if self.encoder is not None and self.encoder.has_work():
             for result in self.encoder.step():
                 if result.tensor is not None:
                     self.decoder.deliver(*result.key, result.tensor)
                 else:
-                    errors.append(TriptychError("internal_error", f"the encoder failed: {result.error}"))
-                    self.abort(result.key[0])
-        if errors:
-            raise errors[0]
-        outputs, self._outputs = self._outputs, []
-        return outputs
+                    message = f"the encoder failed: {result.error}"
+                    self._fail(result.key[0], TriptychError("internal_error", message))
+
+    def _fail(self, request_id: str, error: TriptychError) -> None:
+        if request_id in self._live:
+            self._errors[request_id] = error
+            self.abort(request_id)
 
     def _parse(self, prompt: Prompt) -> tuple[ParsedPrompt, list[tuple[MediaKind, bytes]]]:
         parsed = parse_prompt(prompt, self.info, self.text)
@@ -492,19 +505,17 @@ class LLM:
         self.abort(event.request_id)
         outputs = [one.output for _, one in sorted(live.sequences.items()) if one.output is not None]
         prompt = live.prompt
-        self._outputs.append(
-            RequestOutput(
-                event.request_id,
-                prompt.prompt_token_ids,
-                event.num_prompt_tokens,
-                outputs,
-                event.spans,
-                event.num_cached_tokens,
-                live.prompt_logprobs,
-                prompt.prompt,
-                prompt.encoder_prompt,
-                prompt.encoder_prompt_token_ids,
-            )
+        self._outputs[event.request_id] = RequestOutput(
+            event.request_id,
+            prompt.prompt_token_ids,
+            event.num_prompt_tokens,
+            outputs,
+            event.spans,
+            event.num_cached_tokens,
+            live.prompt_logprobs,
+            prompt.prompt,
+            prompt.encoder_prompt,
+            prompt.encoder_prompt_token_ids,
         )
 
 

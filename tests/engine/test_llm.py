@@ -96,6 +96,30 @@ def test_a_request_that_fails_leaves_its_neighbours_whole(llm: LLM) -> None:
     assert not llm.encoder.has_work()
 
 
+def test_requests_that_fail_in_one_step_are_all_told(llm: LLM) -> None:
+    too_long = {"prompt_token_ids": [5] * llm.decoder.runner.max_model_len}
+    ids = [llm.add(prompt, GREEDY) for prompt in (too_long, {"prompt_token_ids": [5, 6, 7]}, too_long)]  # type: ignore[arg-type]
+    told = []
+    for _ in range(20):
+        try:
+            told += [output.request_id for output in llm.step()]
+        except TriptychError as error:
+            told.append(error.info.code)
+    assert told == ["context_length_exceeded", "context_length_exceeded", ids[1]]
+
+
+def test_a_batch_takes_neither_answers_nor_errors_of_requests_queued_before(llm: LLM) -> None:
+    too_long = {"prompt_token_ids": [5] * llm.decoder.runner.max_model_len}
+    ids = [llm.add(prompt, GREEDY) for prompt in (too_long, {"prompt_token_ids": [5, 6, 7]})]  # type: ignore[arg-type]
+    [output] = llm.generate({"prompt_token_ids": [5, 6, 7]}, GREEDY)  # type: ignore[typeddict-item]
+    with pytest.raises(TriptychError, match="the context length is"):
+        llm.generate([{"prompt_token_ids": [7, 6]}, too_long, too_long], GREEDY)  # type: ignore[list-item]
+    with pytest.raises(TriptychError, match="the context length is"):
+        llm.step()
+    assert [(one.request_id, one.outputs) for one in llm.step()] == [(ids[1], output.outputs)]
+    assert llm.step() == []
+
+
 def test_a_batch_with_a_bad_prompt_leaves_nothing_behind(llm: LLM) -> None:
     broken = {"prompt_token_ids": [5, 6], "multi_modal_data": {"image": encoded(noise(56, 56))}}
     with pytest.raises(TriptychError, match="0 media placeholders for 1"):
@@ -135,9 +159,10 @@ def test_bad_words_never_appear_and_stop_strings_wait_for_the_least_length(llm: 
 
 
 def test_a_batch_may_be_larger_than_a_server_would_let_wait(llm: LLM) -> None:
+    before = llm.decoder.stats()["requests_failed_total"]
     ids = [llm.add({"prompt_token_ids": [5, 6, 7]}, GREEDY) for _ in range(5000)]
     llm.step()
-    assert llm.decoder.stats()["requests_failed_total"] == 0
+    assert llm.decoder.stats()["requests_failed_total"] == before
     for request_id in ids:
         llm.abort(request_id)
     assert llm.decoder.is_empty()
