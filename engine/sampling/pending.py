@@ -8,8 +8,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from common.errors import ErrorInfo
+from common.messages import TokenLogprob
 from engine.sampling.logprobs import Measured, describe
-from engine.sampling.sequence import Sampled
+
+
+class Sampled(NamedTuple):
+    """The next token of a sequence.
+
+    `error` says why its request cannot go on: a grammar that has become too complex. `token_id` then means nothing.
+    """
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+    error: ErrorInfo | None = None
 
 
 class Report(NamedTuple):

@@ -11,7 +11,7 @@ tokens become one indexed operation over the whole batch. Nothing waits for the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -21,8 +21,8 @@ import torch
 from common.sampling_params import SamplingParams
 from engine.device.h2d import send
 from engine.sampling.history import BadWords, FloatArray, NGrams, TokenCounts
-from engine.sampling.sequence import SampledSequence
 from engine.sampling.timestamps import apply_timestamp_rules
+from engine.state.request import Sequence
 from engine.state.spec import IntArray
 
 if TYPE_CHECKING:  # at run time it is loaded with the first grammar
@@ -84,7 +84,7 @@ class SequenceState:
         self.biases = np.array(list(params.logit_bias.values()), np.float32)
         self._num_seen = 0
 
-    def catch_up(self, sequence: SampledSequence) -> None:
+    def catch_up(self, sequence: Sequence) -> None:
         """Record the tokens added since the last call."""
         begin, self._num_seen = self._num_seen, len(sequence.token_ids)
         if self.counts is None and self.ngrams is None and self.grammar is None:
@@ -100,7 +100,7 @@ class SequenceState:
             if self.grammar is not None and position >= grammar_begin:
                 self.grammar.accept(token_id)
 
-    def forbidden(self, sequence: SampledSequence) -> list[IntArray]:
+    def forbidden(self, sequence: Sequence) -> list[IntArray]:
         """Return the ids of forbidden next tokens."""
         params, position = sequence.sampling, sequence.num_output_tokens
         parts = [self.suppressed]
@@ -117,14 +117,14 @@ class SequenceState:
 
 class _RuledRow(NamedTuple):
     number: int
-    sequence: SampledSequence
+    sequence: Sequence
     state: SequenceState
 
 
 def apply_rules(
     scores: torch.Tensor,
-    sequences: Sequence[SampledSequence],
-    states: Sequence[SequenceState],
+    sequences: ListOf[Sequence],
+    states: ListOf[SequenceState],
     vocabulary: Vocabulary,
 ) -> None:
     """Apply each sequence's rules to its row of scores [num_sequences, vocab_size], in place.
@@ -157,11 +157,11 @@ def apply_rules(
             _follow(scores[index], state.grammar)
 
 
-def _has_any(params: SamplingParams, names: Sequence[str]) -> bool:
+def _has_any(params: SamplingParams, names: ListOf[str]) -> bool:
     return any(getattr(params, name) != getattr(_NO_RULES, name) for name in names)
 
 
-def _forced_ids(sequence: SampledSequence) -> tuple[int, ...]:
+def _forced_ids(sequence: Sequence) -> tuple[int, ...]:
     """Return the only allowed next tokens, regardless of other rules; empty for a free choice."""
     params, position = sequence.sampling, sequence.num_output_tokens
     if params.forced_eos_token_id is not None and position == params.max_tokens - 1:
@@ -169,7 +169,7 @@ def _forced_ids(sequence: SampledSequence) -> tuple[int, ...]:
     return params.prefix_allowed[position] if position < len(params.prefix_allowed) else ()
 
 
-def _force(row: torch.Tensor, token_ids: Sequence[int]) -> None:
+def _force(row: torch.Tensor, token_ids: ListOf[int]) -> None:
     """Keep the scores of several allowed tokens; give a single token 0, at no cost to a beam."""
     [index] = send(row.device, np.array(token_ids, np.int64))
     kept = row[index]
@@ -178,7 +178,7 @@ def _force(row: torch.Tensor, token_ids: Sequence[int]) -> None:
     row[index] = torch.where(nothing_is_left, 0.0, kept)
 
 
-def _keep(row: torch.Tensor, token_ids: Sequence[int]) -> None:
+def _keep(row: torch.Tensor, token_ids: ListOf[int]) -> None:
     [index] = send(row.device, np.array(token_ids, np.int64))
     kept = row[index]
     row.fill_(-torch.inf)
@@ -196,14 +196,14 @@ def _follow(row: torch.Tensor, grammar: GrammarMatcher) -> None:
     row.masked_fill_(mask & (row.amax() == -torch.inf), 0.0)
 
 
-def _add_biases(scores: torch.Tensor, rows: Sequence[_RuledRow]) -> None:
+def _add_biases(scores: torch.Tensor, rows: ListOf[_RuledRow]) -> None:
     named = [(row.number, row.state.biased, row.state.biases) for row in rows if len(row.state.biased)]
     if named:
         where = _locate(scores, [(index, ids) for index, ids, _ in named])
         scores[where] += _values(scores, [values for _, _, values in named])
 
 
-def _penalise_repetition(scores: torch.Tensor, rows: Sequence[_RuledRow]) -> None:
+def _penalise_repetition(scores: torch.Tensor, rows: ListOf[_RuledRow]) -> None:
     """Divide positive and multiply negative scores of past tokens (Keskar et al., 2019)."""
     named = []
     for index, sequence, state in rows:
@@ -216,7 +216,7 @@ def _penalise_repetition(scores: torch.Tensor, rows: Sequence[_RuledRow]) -> Non
         scores[where] = torch.where(values < 0, values * penalties, values / penalties)
 
 
-def _penalise_output(scores: torch.Tensor, rows: Sequence[_RuledRow]) -> None:
+def _penalise_output(scores: torch.Tensor, rows: ListOf[_RuledRow]) -> None:
     named = []
     for index, sequence, state in rows:
         params = sequence.sampling
@@ -228,13 +228,13 @@ def _penalise_output(scores: torch.Tensor, rows: Sequence[_RuledRow]) -> None:
         scores[where] -= _values(scores, [values for _, _, values in named])
 
 
-def _forbid(scores: torch.Tensor, rows: Sequence[_RuledRow]) -> None:
+def _forbid(scores: torch.Tensor, rows: ListOf[_RuledRow]) -> None:
     named = [(row.number, ids) for row in rows for ids in row.state.forbidden(row.sequence)]
     if named:
         scores[_locate(scores, named)] = scores.new_full((), -torch.inf)  # a number would be copied, with a wait
 
 
-def _locate(scores: torch.Tensor, named: Sequence[tuple[int, IntArray]]) -> tuple[torch.Tensor, torch.Tensor]:
+def _locate(scores: torch.Tensor, named: ListOf[tuple[int, IntArray]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Row and column of every named token."""
     rows = np.repeat([index for index, _ in named], [len(ids) for _, ids in named])
     columns = np.concatenate([ids for _, ids in named])
@@ -242,6 +242,6 @@ def _locate(scores: torch.Tensor, named: Sequence[tuple[int, IntArray]]) -> tupl
     return where[0], where[1]
 
 
-def _values(scores: torch.Tensor, parts: Sequence[FloatArray]) -> torch.Tensor:
+def _values(scores: torch.Tensor, parts: ListOf[FloatArray]) -> torch.Tensor:
     [values] = send(scores.device, np.concatenate(parts))
     return values.to(scores.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as ListOf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,8 +16,8 @@ from engine.sampling import rules
 from engine.sampling.device_draw import draw_on_device
 from engine.sampling.draw import draw, uniform
 from engine.sampling.logprobs import measure
-from engine.sampling.pending import PendingTokens, Report
-from engine.sampling.sequence import Sampled, SampledSequence
+from engine.sampling.pending import PendingTokens, Report, Sampled
+from engine.state.request import Sequence
 
 if TYPE_CHECKING:
     from engine.sampling.grammar import GrammarCompiler
@@ -36,7 +36,7 @@ class Sampler:
         self._vocabulary = rules.Vocabulary(vocab_size, ends)
         self._grammars: GrammarCompiler | None = None
 
-    def sample(self, logits: torch.Tensor, sequences: Sequence[SampledSequence]) -> list[Sampled]:
+    def sample(self, logits: torch.Tensor, sequences: ListOf[Sequence]) -> list[Sampled]:
         """logits [num_sequences, vocab_size], float32 (may be changed in place) -> the next token of each."""
         sampled = self.launch(logits, sequences).wait()
         return [
@@ -44,11 +44,11 @@ class Sampler:
             for one, sequence in zip(sampled, sequences, strict=True)
         ]
 
-    def can_run_ahead(self, sequence: SampledSequence) -> bool:
+    def can_run_ahead(self, sequence: Sequence) -> bool:
         """Return whether the next token can be chosen before earlier tokens are known: no rules over tokens."""
         return self._state(sequence).can_run_ahead
 
-    def launch(self, logits: torch.Tensor, sequences: Sequence[SampledSequence]) -> PendingTokens:
+    def launch(self, logits: torch.Tensor, sequences: ListOf[Sequence]) -> PendingTokens:
         """Choose the same tokens as `sample`, with log-probabilities where asked, without waiting for the device.
         logits [num_sequences, vocab_size], float32, may change in place."""
         reported = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
@@ -65,7 +65,7 @@ class Sampler:
         counts = [sequences[row].sampling.logprobs or 0 for row in reported]
         return PendingTokens(tokens, Report(reported, counts, measure(raw, select_rows(tokens, reported), max(counts))))
 
-    def apply_rules(self, scores: torch.Tensor, sequences: Sequence[SampledSequence]) -> None:
+    def apply_rules(self, scores: torch.Tensor, sequences: ListOf[Sequence]) -> None:
         """The rules alone, in place, on scores [num_sequences, vocab_size]: log-probabilities, in beam search.
 
         Where the grammar of a sequence has failed, nothing is left of its row and `error` says why.
@@ -73,7 +73,7 @@ class Sampler:
         states = [self._state(sequence) for sequence in sequences]
         rules.apply_rules(scores, sequences, states, self._vocabulary)
 
-    def error(self, sequence: SampledSequence) -> ErrorInfo | None:
+    def error(self, sequence: Sequence) -> ErrorInfo | None:
         """Return why a sequence cannot go on after its last step; None if the sequence can."""
         grammar = self._state(sequence).grammar
         return grammar.error if grammar is not None else None
@@ -103,7 +103,7 @@ class Sampler:
         if sampling.grammar is not None:
             self._compiler().start(sampling.grammar)
 
-    def _choose(self, scores: torch.Tensor, sequences: Sequence[SampledSequence]) -> torch.Tensor:
+    def _choose(self, scores: torch.Tensor, sequences: ListOf[Sequence]) -> torch.Tensor:
         """Return int64 [num_sequences] on the scores' device."""
         if scores.device.type != "cpu":  # `draw` would wait for every answer on its way
             return choose_on_device(scores, sequences)
@@ -121,7 +121,7 @@ class Sampler:
                 tokens[row] = token
         return torch.tensor(tokens, dtype=torch.int64)
 
-    def _state(self, sequence: SampledSequence) -> rules.SequenceState:
+    def _state(self, sequence: Sequence) -> rules.SequenceState:
         state = sequence.sampler_state
         if not isinstance(state, rules.SequenceState):
             wanted = sequence.sampling.grammar
@@ -138,7 +138,7 @@ class Sampler:
         return self._grammars
 
 
-def choose_on_device(scores: torch.Tensor, sequences: Sequence[SampledSequence]) -> torch.Tensor:
+def choose_on_device(scores: torch.Tensor, sequences: ListOf[Sequence]) -> torch.Tensor:
     """Choose the next token of each sequence, int64 [num_sequences], by work queued on the scores' device."""
     random = [row for row, sequence in enumerate(sequences) if not sequence.sampling.greedy]
     if not random:

@@ -71,10 +71,12 @@ _sequence_ids = itertools.count()
 class Sequence:
     """A decoder sequence: the prompt and the generated tokens.
 
-    `index` is its number within the request. `sampler_state` belongs to the sampler; `hashes` are those of its full
-    blocks, of which the first `num_remembered` are in the prefix cache. Its first `num_lost_tokens` were computed once,
-    before a preemption or, of a request that was prefilled, before it moved here. The last of `token_ids` may be
-    UNKNOWN_TOKENs; `is_full`: whatever they are, none follows them.
+    `index` is its number within the request. `hashes` are those of its full blocks, of which the first `num_remembered`
+    are in the prefix cache. Its first `num_lost_tokens` were computed once, before a preemption or, of a request that
+    was prefilled, before it moved here. The last of `token_ids` may be UNKNOWN_TOKENs; `is_full`: whatever they are,
+    none follows them.
+    `sampler_state` are the sampler's notes; None at first and after a fork or a resume. They follow from the other
+    fields. Whoever changes tokens that are already there, in place of appending, sets None.
     """
 
     request: Request

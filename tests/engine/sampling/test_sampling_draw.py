@@ -13,7 +13,8 @@ from transformers.generation import logits_process as reference
 
 from common.sampling_params import SamplingParams
 from engine.sampling.draw import CANDIDATES, draw, uniform
-from tests.engine.sampling.sampled import SequenceUnderTest, make_sampler, make_sequence
+from engine.state.request import Sequence
+from tests.engine.sampling.sampled import make_sampler, make_sequence
 
 NUM_DRAWS = 20_000
 
@@ -168,7 +169,7 @@ def test_the_same_seed_draws_the_same_tokens_in_any_batch(
 ) -> None:
     sampler, logits = make_sampler(), random_logits(60 * 8, 1.0).view(8, 60)
 
-    def run(others: list[SequenceUnderTest]) -> list[int]:
+    def run(others: list[Sequence]) -> list[int]:
         ours = make_sequence(temperature=0.9, top_k=20, top_p=0.9, seed=seed)
         batch = [*others[:place], ours, *others[place:]]
         for step in range(6):

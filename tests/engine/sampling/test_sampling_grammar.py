@@ -18,8 +18,9 @@ from common.errors import TriptychError
 from common.sampling_params import Grammar, SamplingParams
 from engine.sampling.grammar import MAX_TEXT_BYTES, GrammarCompiler
 from engine.sampling.sampler import Sampler
+from engine.state.request import Sequence
 from proxy.conversation.forced import CallList, call_grammar
-from tests.engine.sampling.sampled import SequenceUnderTest, make_info, make_sequence
+from tests.engine.sampling.sampled import make_info, make_sequence
 from tests.tiny_models import CHAT_SPECIALS, FIRST_SPECIAL, save_chat_tokenizer
 
 END = FIRST_SPECIAL + 2
@@ -51,7 +52,7 @@ def logits_of(seed: int) -> Iterator[torch.Tensor]:
         yield torch.randn((1, VOCAB_SIZE), generator=generator) * 3
 
 
-def generate(sampler: Sampler, sequence: SequenceUnderTest, seed: int = 0, limit: int = 200) -> str:
+def generate(sampler: Sampler, sequence: Sequence, seed: int = 0, limit: int = 200) -> str:
     """Generate until an end-of-sequence token; returns the text before it."""
     for logits, _ in zip(logits_of(seed), range(limit), strict=False):
         (sampled,) = sampler.sample(logits, [sequence])
@@ -110,7 +111,7 @@ def test_every_end_token_is_allowed_where_the_grammar_may_end_and_nowhere_else(s
     assert allowed(sampler, sequence) == {ord("b"), END, OTHER_END}
 
 
-def allowed(sampler: Sampler, sequence: SequenceUnderTest) -> set[int]:
+def allowed(sampler: Sampler, sequence: Sequence) -> set[int]:
     scores = torch.zeros(1, VOCAB_SIZE)
     sampler.apply_rules(scores, [sequence])
     return set((scores[0] > -torch.inf).nonzero().squeeze(1).tolist())
@@ -142,7 +143,8 @@ def test_forks_and_resumed_sequences_stand_where_their_tokens_say(sampler: Sampl
     parent.token_ids.append(ord("a"))
     assert allowed(sampler, parent) == {ord("b"), ord("c")}
     for one in "bc":
-        child = SequenceUnderTest([*parent.token_ids, ord(one)], 1, parent.sampling)
+        child = parent.fork(0)
+        child.token_ids.append(ord(one))
         assert allowed(sampler, child) == {ord(one), ord("d")}
     assert allowed(sampler, parent) == {ord("b"), ord("c")}
     assert allowed(sampler, make_sequence([1], grammar=parent.sampling.grammar)) == {ord("a")}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as ListOf
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,8 @@ from transformers.generation import logits_process as reference
 
 from common.errors import TriptychError
 from common.sampling_params import SamplingParams, TimestampRules
-from tests.engine.sampling.sampled import EOS, VOCAB_SIZE, SequenceUnderTest, make_sampler, make_sequence
+from engine.state.request import Sequence
+from tests.engine.sampling.sampled import EOS, VOCAB_SIZE, make_sampler, make_sequence
 
 FIRST_TIMESTAMP = 40
 RULES = TimestampRules(FIRST_TIMESTAMP, FIRST_TIMESTAMP - 1, max_initial_index=5)
@@ -31,14 +33,14 @@ def random_tokens(count: int, seed: int, limit: int = 6) -> list[int]:
     return [draw.randrange(3, limit) for _ in range(count)]
 
 
-def apply_ours(sequences: Sequence[SequenceUnderTest], scores: torch.Tensor) -> torch.Tensor:
+def apply_ours(sequences: ListOf[Sequence], scores: torch.Tensor) -> torch.Tensor:
     scores = scores.clone()
     make_sampler().apply_rules(scores, sequences)
     return scores
 
 
 def apply_reference(
-    sequences: Sequence[SequenceUnderTest], scores: torch.Tensor, *processors: reference.LogitsProcessor
+    sequences: ListOf[Sequence], scores: torch.Tensor, *processors: reference.LogitsProcessor
 ) -> torch.Tensor:
     rows = []
     for sequence, row in zip(sequences, scores, strict=True):
@@ -53,7 +55,7 @@ def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-def make_batch(**sampling: Any) -> list[SequenceUnderTest]:
+def make_batch(**sampling: Any) -> list[Sequence]:
     """Sequences of several lengths under the same settings."""
     return [make_sequence(PROMPT, random_tokens(length, seed=length), **sampling) for length in (0, 1, 2, 5, 30)]
 
@@ -188,7 +190,7 @@ def test_notes_kept_from_step_to_step_equal_notes_made_afresh(settings: dict[str
     for token in random_tokens(200, seed=3, limit=VOCAB_SIZE):
         ours, fresh = scores.clone(), scores.clone()
         sampler.apply_rules(ours, [kept])
-        sampler.apply_rules(fresh, [SequenceUnderTest(list(kept.token_ids), len(PROMPT), kept.sampling)])
+        sampler.apply_rules(fresh, [kept.fork(0)])
         assert torch.equal(ours, fresh)
         kept.token_ids.append(token)
 
