@@ -109,7 +109,7 @@ class GrammarCompiler:
         self._compiled: OrderedDict[Grammar, GrammarMatcher] = OrderedDict()
 
     def start(self, grammar: Grammar) -> GrammarMatcher:
-        """A matcher at the beginning of the grammar.
+        """Return a matcher at the beginning of the grammar, for everybody to copy.
 
         Raises TriptychError("invalid_request") saying what is wrong with the grammar, or that nothing matches it.
         """
@@ -118,7 +118,7 @@ class GrammarCompiler:
             if len(self._compiled) > MAX_CACHED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
-        return self._compiled[grammar].copy()
+        return self._compiled[grammar]
 
     def _compile(self, grammar: Grammar) -> GrammarMatcher:
         size = len(grammar.text.encode())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as ListOf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from engine.sampling.pending import PendingTokens, Report, Sampled
 from engine.state.request import Sequence
 
 if TYPE_CHECKING:
-    from engine.sampling.grammar import GrammarCompiler
+    from engine.sampling.grammar import GrammarCompiler, GrammarMatcher
 
 
 class Sampler:
@@ -78,8 +78,11 @@ class Sampler:
         grammar = self._state(sequence).grammar
         return grammar.error if grammar is not None else None
 
-    def check(self, sampling: SamplingParams) -> None:
-        """Raise TriptychError("invalid_request") naming the field where a request's rules cannot be followed here."""
+    def check(self, sampling: SamplingParams) -> GrammarMatcher | None:
+        """Return a matcher at the start of the grammar, for the request to keep; None without a grammar.
+
+        Raises TriptychError("invalid_request") naming the field where a request's rules cannot be followed here.
+        """
         timestamps, forced = sampling.timestamps, sampling.forced_eos_token_id
         named = {
             "logit_bias": list(sampling.logit_bias),
@@ -100,8 +103,7 @@ class Sampler:
         if timestamps is not None and not self._vocabulary.eos_token_ids:
             message = f"{self._info.name} has no end-of-sequence token: timestamps need one"
             raise TriptychError("invalid_request", message, "timestamps")
-        if sampling.grammar is not None:
-            self._compiler().start(sampling.grammar)
+        return None if sampling.grammar is None else self._compiler().start(sampling.grammar)
 
     def _choose(self, scores: torch.Tensor, sequences: ListOf[Sequence]) -> torch.Tensor:
         """Return int64 [num_sequences] on the scores' device."""
@@ -124,8 +126,8 @@ class Sampler:
     def _state(self, sequence: Sequence) -> rules.SequenceState:
         state = sequence.sampler_state
         if not isinstance(state, rules.SequenceState):
-            wanted = sequence.sampling.grammar
-            grammar = self._compiler().start(wanted) if wanted is not None else None
+            start = cast("GrammarMatcher | None", sequence.request.grammar_start)
+            grammar = None if start is None else start.copy()
             state = rules.SequenceState(sequence.sampling, self._vocabulary, grammar)
             sequence.sampler_state = state
         return state

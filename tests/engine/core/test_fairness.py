@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 
 from common.messages import Failed, Tokens
 from common.model_info import ModelInfo
+from common.sampling_params import Grammar
+from engine.sampling.grammar import MAX_CACHED
 from engine.scheduler.pace import MIN_TOKENS
 from tests.engine.conftest import AUDIO_FRAMES
 from tests.engine.driving import Driver, Job, greedy, make_engine, run, sampled, text, text_tokens
@@ -152,6 +155,25 @@ def test_what_can_never_fit_the_pool_is_refused_at_once(tiny_llama: ModelInfo, p
     assert "the whole pool holds 32" in failure.message
     driver.finish()
     assert set(ended(driver)) == {"neighbour", "fits"}
+
+
+def test_a_grammar_stays_compiled_while_its_request_waits(
+    tiny_llama: ModelInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many others come meanwhile: no step compiles, or fails where the system has no thread for that."""
+    driver = Driver(make_engine(tiny_llama), watch=False)
+    for number in range(2 * MAX_CACHED):
+        grammar = Grammar("regex", f"[a-f]{{{number + 3},100}}")
+        driver.add(text(f"r{number}", 5, greedy(3, n=2, grammar=grammar)))
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("threading.Thread.start", start)
+    driver.finish()
+    assert not driver.failures
+    assert len(driver.tokens) == 4 * MAX_CACHED
+    assert {token for tokens in driver.tokens.values() for token in tokens} <= set(b"abcdef")
 
 
 def test_prompts_beside_streams_are_computed_in_chunks_within_the_objective(tiny_llama: ModelInfo) -> None:
