@@ -7,7 +7,7 @@ constrained request; the tokenizer is read without transformers.
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
+from functools import lru_cache
 from typing import Any, Final, cast
 
 import llguidance
@@ -106,19 +106,14 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._tokenizer = _load_tokenizer(info, vocab_size)
         self._limits = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-        self._compiled: OrderedDict[Grammar, GrammarMatcher] = OrderedDict()
+        self._compiled = lru_cache(MAX_CACHED)(lambda grammar: call_deep(lambda: self._compile(grammar)))
 
     def start(self, grammar: Grammar) -> GrammarMatcher:
         """Return a matcher at the beginning of the grammar, for everybody to copy.
 
         Raises TriptychError("invalid_request") saying what is wrong with the grammar, or that nothing matches it.
         """
-        if grammar not in self._compiled:
-            self._compiled[grammar] = call_deep(lambda: self._compile(grammar))
-            if len(self._compiled) > MAX_CACHED:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
-        return self._compiled[grammar]
+        return self._compiled(grammar)
 
     def _compile(self, grammar: Grammar) -> GrammarMatcher:
         size = len(grammar.text.encode())
