@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from common.errors import ErrorInfo
 from common.messages import Failed
 from common.telemetry import get_logger
-from engine.core.decoding import BeamsEnded, Decoding, GenerationFailed, NewToken, TokensInFlight
+from engine.core.decoding import BeamsEnded, Decoding, NewToken, TokensInFlight
 from engine.core.output_processor import OutputProcessor
 from engine.device.h2d import select_rows
 from engine.handoff.input_receiver import InputReceiver
@@ -196,15 +196,17 @@ class StepLoop:
         with self._waiting():
             results = self._decoding.choose(output)
         for result in results:
-            if isinstance(result, BeamsEnded):
+            if isinstance(result, NewToken):
+                if self._is_alive(result.sequence):  # else a sibling has failed in this step
+                    self._emit_token(result)
+            elif self._state.requests.get(result.request.request_id) is not result.request:
+                continue  # the request has failed in this step
+            elif isinstance(result, BeamsEnded):
                 messages = self._output.beams(result)
                 self.end(result.request)
                 self._state.emit(*messages)
-            elif isinstance(result, GenerationFailed):
-                if self._state.requests.get(result.request.request_id) is result.request:
-                    self.fail(result.request, result.error)
-            elif self._is_alive(result.sequence):  # else a sibling has failed in this step
-                self._emit_token(result)
+            else:
+                self.fail(result.request, result.error)
 
     def _emit_token(self, new: NewToken) -> None:
         message = self._output.token(new)

@@ -11,6 +11,7 @@ import pytest
 from common.messages import Failed, Tokens
 from common.model_info import ModelInfo
 from common.sampling_params import Grammar
+from engine.runner.decoder import PromptRows
 from engine.sampling.grammar import MAX_CACHED
 from engine.scheduler.pace import MIN_TOKENS
 from tests.engine.conftest import AUDIO_FRAMES
@@ -174,6 +175,22 @@ def test_a_grammar_stays_compiled_while_its_request_waits(
     assert not driver.failures
     assert len(driver.tokens) == 4 * MAX_CACHED
     assert {token for tokens in driver.tokens.values() for token in tokens} <= set(b"abcdef")
+
+
+def test_a_beam_search_that_ends_in_the_step_in_which_its_prompt_fails_is_told_once(
+    tiny_llama: ModelInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(make_engine(tiny_llama))
+
+    def fail(_: PromptRows) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(driver.engine.decoding, "_add_prompt_logprobs", fail)
+    driver.add(text("beams", 5, greedy(1, beam_width=2, prompt_logprobs=1)))
+    driver.add(text("neighbour", 5, greedy(3)))
+    driver.finish()
+    assert "out of memory" in driver.failures["beams"].error.message
+    assert ended(driver) == ["neighbour"]
 
 
 def test_prompts_beside_streams_are_computed_in_chunks_within_the_objective(tiny_llama: ModelInfo) -> None:
