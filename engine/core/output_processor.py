@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as ListOf
+
 from common.messages import FinishReason, TokenLogprob, Tokens
 from common.model_info import ModelInfo
 from engine.core.decoding import BeamsEnded, NewToken
@@ -27,44 +29,18 @@ class OutputProcessor:
         if reason is not None:
             self._scheduler.remove_sequence(sequence)
             request.sequences.remove(sequence)
+        logprobs = [] if new.logprob is None else [new.logprob]
         done = not request.sequences
-        return Tokens(
-            request.request_id,
-            offset,
-            [new.token_id],
-            reason,
-            len(request.prompt),
-            spans=request.finish_spans() if done else [],
-            done=done,
-            num_cached_tokens=request.num_cached_tokens,
-            index=sequence.index,
-            logprobs=[] if new.logprob is None else [new.logprob],
-            prompt_logprobs=_pop_prompt_logprobs(request),
-            attempt=request.attempt,
-        )
+        return _message(request, sequence.index, offset, [new.token_id], reason, done=done, logprobs=logprobs)
 
     def beams(self, ended: BeamsEnded) -> list[Tokens]:
         """Return the messages of all hypotheses of a beam search: none is certain before the end."""
         request, messages = ended.request, []
         for index, one in enumerate(ended.hypotheses):
             self._count_tokens(request, len(one.token_ids))
-            ends = (*self._info.eos_token_ids, *request.sampling.stop_token_ids)
+            reason: FinishReason = "stop" if one.stopped else "length"
             done = index == len(ended.hypotheses) - 1
-            message = Tokens(
-                request.request_id,
-                0,
-                one.token_ids,
-                "stop" if one.token_ids[-1] in ends else "length",
-                len(request.prompt),
-                spans=request.finish_spans() if done else [],
-                done=done,
-                num_cached_tokens=request.num_cached_tokens,
-                index=index,
-                prompt_logprobs=_pop_prompt_logprobs(request),
-                score=one.score,
-                attempt=request.attempt,
-            )
-            messages.append(message)
+            messages.append(_message(request, index, 0, one.token_ids, reason, done=done, score=one.score))
         return messages
 
     def _count_tokens(self, request: Request, count: int) -> None:
@@ -104,7 +80,32 @@ class OutputProcessor:
         )
 
 
-def _pop_prompt_logprobs(request: Request) -> list[TokenLogprob | None]:
-    found, request.prompt_logprobs = request.prompt_logprobs, []
-    request.prompt_logprobs_sent = request.prompt_logprobs_sent or bool(found)
-    return found
+def _message(
+    request: Request,
+    index: int,
+    offset: int,
+    token_ids: list[int],
+    reason: FinishReason | None,
+    *,
+    done: bool,
+    logprobs: ListOf[TokenLogprob] = (),
+    score: float | None = None,
+) -> Tokens:
+    """Return a message of new tokens, with log-probabilities of the prompt that have not been told yet."""
+    prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []
+    request.prompt_logprobs_sent = request.prompt_logprobs_sent or bool(prompt_logprobs)
+    return Tokens(
+        request.request_id,
+        offset,
+        token_ids,
+        reason,
+        len(request.prompt),
+        spans=request.finish_spans() if done else [],
+        done=done,
+        num_cached_tokens=request.num_cached_tokens,
+        index=index,
+        logprobs=list(logprobs),
+        prompt_logprobs=prompt_logprobs,
+        score=score,
+        attempt=request.attempt,
+    )

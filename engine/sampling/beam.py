@@ -33,10 +33,14 @@ class Beam:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """An ended sequence. `score` is its log-probability divided by length ** length_penalty."""
+    """An ended sequence. `score` is its log-probability divided by length ** length_penalty.
+
+    `stopped` tells an end by a token from one at the greatest length.
+    """
 
     token_ids: list[int]
     score: float
+    stopped: bool
 
 
 class BeamSearch:
@@ -111,4 +115,5 @@ class BeamSearch:
     def best(self) -> list[Hypothesis]:
         """Return the ended sequences, best first, at most `n`; none if the rules left no next token."""
         pairs = zip(self._ended, self._ended_scores.tolist(), strict=True)
-        return [Hypothesis(tokens, score) for tokens, score in pairs if tokens is not None][: self.sampling.n]
+        ended = [Hypothesis(tokens, score, tokens[-1] in self._ends) for tokens, score in pairs if tokens is not None]
+        return ended[: self.sampling.n]

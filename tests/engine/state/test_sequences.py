@@ -225,6 +225,17 @@ def test_a_picture_that_only_the_first_sequence_finds_in_the_cache_is_asked_for(
     assert driver.finish() == {key: tokens[20:] for key, tokens in whole.items()}
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_beam_ends_by_its_length_where_its_last_token_only_looks_like_an_end(
+    tiny_llama: ModelInfo, *, ends: bool
+) -> None:
+    [end] = tiny_llama.eos_token_ids
+    params = greedy(1, beam_width=2, n=2, allowed_token_ids=(end, end + 1), stop_token_ids=(end,) * ends)
+    driver = run(make_engine(tiny_llama), [text("r", 5, params)])
+    reasons = {driver.tokens[key][-1]: event.finish_reason for key, event in driver.ends.items()}
+    assert reasons == {end: "stop" if ends else "length", end + 1: "length"}
+
+
 @pytest.mark.parametrize("num_cached_after", [0, 8])
 def test_a_sequence_whose_sibling_had_the_prompt_from_the_cache_and_ends_goes_on(
     tiny_vision: ModelInfo, num_cached_after: int
