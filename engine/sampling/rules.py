@@ -28,33 +28,19 @@ from engine.state.spec import IntArray
 if TYPE_CHECKING:  # at run time it is loaded with the first grammar
     from engine.sampling.grammar import GrammarMatcher
 
+_PENALTIES: Final = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_READING_TOKENS: Final = (*_PENALTIES, "no_repeat_ngram_size", "bad_words_ids", "timestamps", "grammar")
+"""Rules that depend on which tokens came before; the others only on how many."""
 _RULES: Final = (
+    *_READING_TOKENS,
     "min_tokens",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "no_repeat_ngram_size",
     "logit_bias",
     "allowed_token_ids",
-    "bad_words_ids",
     "suppress_tokens",
     "begin_suppress_tokens",
     "prefix_allowed",
     "forced_eos_token_id",
-    "timestamps",
-    "grammar",
 )
-_READING_TOKENS: Final = (
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "no_repeat_ngram_size",
-    "bad_words_ids",
-    "timestamps",
-    "grammar",
-)
-"""Those of them that depend on which tokens came before; the others only on how many."""
-_PENALTIES: Final = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _NO_RULES: Final = SamplingParams()
 
 
