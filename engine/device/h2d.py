@@ -69,16 +69,6 @@ def select_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
     return tensor.index_select(0, index)
 
 
-def fetch(tensor: Tensor) -> Tensor:
-    """Return a tensor's values on the CPU. Waits for their computation, not for work queued later."""
-    if tensor.device.type == "cpu":
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream(tensor.device).record_event().synchronize()
-    return host
-
-
 def _starts(arrays: Sequence[Array]) -> list[int]:
     """Return the beginning of each array, in bytes, and the end of the last."""
     return list(accumulate((math.ceil(array.nbytes / ALIGNMENT) * ALIGNMENT for array in arrays), initial=0))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.cache.block_manager import BlockMove
-from engine.device.h2d import ALIGNMENT, Array, fetch, pack, send, send_tensor, unpack
+from engine.device.h2d import ALIGNMENT, Array, pack, send, send_tensor, unpack
 from engine.runner.last_tokens import LastTokens
 from engine.runner.moves import copy_runs, move_blocks, read_tokens, write_tokens
 from engine.state.inputs import Staging
@@ -74,19 +74,16 @@ def test_what_is_sent_while_the_device_is_busy_is_not_overwritten_by_what_is_sen
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_tensors_go_to_the_device_and_come_back(device: str) -> None:
+def test_tensors_go_to_the_device_in_the_wanted_type(device: str) -> None:
     tensor = torch.arange(6.0).view(2, 3)
     there = send_tensor(tensor, torch.device(device), torch.bfloat16)
     assert (there.device.type, there.dtype) == (device, torch.bfloat16)
-    back = fetch(there * 2)
-    assert back.device == CPU
-    assert back.tolist() == [[0, 2, 4], [6, 8, 10]]
+    assert (there * 2).tolist() == [[0, 2, 4], [6, 8, 10]]
 
 
 def test_a_tensor_that_is_where_it_should_be_is_not_copied() -> None:
     tensor = torch.arange(3.0)
     assert send_tensor(tensor, CPU, torch.float32) is tensor
-    assert fetch(tensor) is tensor
 
 
 @pytest.mark.parametrize("device", DEVICES)
