@@ -1,4 +1,4 @@
-"""The steps of `DecoderEngine.step`: plain, or with the next step launched before the last tokens are known.
+"""The loop of `DecoderEngine.step`: plain, or with the next step launched before the last tokens are known.
 
     plain       host    schedule N · launch N · wait for N ............... · tell N · schedule N+1 · launch N+1 · ...
                 device                        ██ N ██ choose N ██                                  ██ N+1 ██ choose ...
@@ -6,7 +6,7 @@
     overlapped  host    schedule N+1 · launch N+1 · wait for N · tell N · schedule N+2 · launch N+2 · wait ...
                 device  ██ N ██████ choose N ██ N+1 ████████████████ choose N+1 ██ N+2 ████████████████ choose ...
 
-The overlapped loop is at most one step ahead. What changes when:
+Overlapped, the loop is at most one step ahead. What changes when:
 
     at launch                                        when the tokens are known
     blocks are taken, num_computed_tokens grows      a token takes the place of its UNKNOWN_TOKEN
@@ -20,7 +20,7 @@ Where the host has a part in choosing a step's tokens (beams, rules that read to
 log-probabilities of its prompt, or may outgrow the pool, tokens are known before the next step is scheduled. Where a
 sequence with unknown tokens would have to be preempted, the scheduler holds back and the next step waits for them. That
 a sequence reaches its greatest length is known beforehand; an end by a token or a stop string is not, and costs a
-surplus token. Both loops give the same tokens.
+surplus token. The tokens are the same as without overlap.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ log = get_logger()
 
 
 class StepLoop:
-    """Drives the parts of an engine; `ahead` chooses the overlapped loop."""
+    """Drives the parts of an engine; `ahead` lets steps overlap."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class StepLoop:
         Returns whether there may be more to do even if nothing comes.
         """
         began_s, was_in_flight, self._waited_s = time.perf_counter(), self.in_flight is not None, 0.0
-        step = self._step_ahead() if self._ahead else self._step()
+        step = self._step()
         again = True if was_in_flight and not step.sequences else self._make_room(step)
         self.end(*self._kv_exporter.report(step))
         self.last_step_tokens = sum(step.num_tokens)
@@ -112,15 +112,9 @@ class StepLoop:
         yield
         self._waited_s += time.perf_counter() - began_s
 
-    # --- the two loops
+    # --- the loop
 
     def _step(self) -> ScheduledStep:
-        step = self._schedule()
-        if step.sequences:
-            self._choose(self._run(step))
-        return step
-
-    def _step_ahead(self) -> ScheduledStep:
         if self._scheduler.held_back:
             self._collect()
         step = self._schedule()
@@ -129,9 +123,11 @@ class StepLoop:
             return step
         output = self._run(step)
         self.counters["steps_ahead"] += self.in_flight is not None
-        if not self._decoding.can_run_ahead(output):
-            self._collect()
-            self._choose(self._without_ended(output))
+        if not (self._ahead and self._decoding.can_run_ahead(output)):
+            if self.in_flight is not None:
+                self._collect()
+                output = self._without_ended(output)
+            self._choose(output)
             return step
         launched = self._launch(output)
         self._collect(launched)
@@ -140,7 +136,7 @@ class StepLoop:
             self._collect()
         return step
 
-    # --- what they are made of
+    # --- the parts of a step
 
     def settle_inputs(self) -> None:
         """End expired leases and grant free memory, for inputs and for KV."""
