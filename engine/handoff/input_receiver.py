@@ -89,9 +89,12 @@ class InputReceiver:
             self._emit(Grant(request_id, input_id, attempt, "cancelled"))
             return
         item = next((item for item in request.inputs if item.slot.input_id == input_id), None)
+        if item is None:
+            unknown = ErrorInfo("internal_error", f"the request has no input {input_id}")
+            self._emit(Grant(request_id, input_id, attempt, "refused", unknown))
+            return
         error = self._fault(item, offer) or self._too_much(request, item, offer)
-        if item is None or error is not None:
-            error = error or ErrorInfo("internal_error", f"the request has no input {input_id}")
+        if error is not None:
             self._emit(Grant(request_id, input_id, attempt, "refused", error))
         elif attempt < item.attempt or (attempt == item.attempt and item.state is InputState.MISSING):
             self._emit(Grant(request_id, input_id, attempt, "cancelled"))
@@ -103,9 +106,7 @@ class InputReceiver:
         elif item.state is InputState.GRANTED:
             self._emit(Grant(request_id, input_id, attempt, "granted"))
 
-    def _fault(self, item: RequestInput | None, offer: Offer) -> ErrorInfo | None:
-        if item is None:
-            return None
+    def _fault(self, item: RequestInput, offer: Offer) -> ErrorInfo | None:
         if offer.size_bytes > self.cache.capacity_bytes:
             return ErrorInfo(
                 "item_too_large",
@@ -122,7 +123,7 @@ class InputReceiver:
             return ErrorInfo("internal_error", f"input {item.slot.input_id} is offered again with another layout")
         return None
 
-    def _too_much(self, request: Request, item: RequestInput | None, offer: Offer) -> ErrorInfo | None:
+    def _too_much(self, request: Request, item: RequestInput, offer: Offer) -> ErrorInfo | None:
         """Refuse inputs that exceed the cache together: cross-attention needs all inputs of a request at once."""
         if not request.cross_attention:
             return None
