@@ -172,8 +172,6 @@ def _begin_child(
 ) -> None:
     """Initialize a new helper, then let it take `memory_bytes` of address space beyond its size: beyond that limit
     follows a MemoryError or the end. The terminal's Ctrl-C ends the parent alone, the helper ends with it.
-
-    Elsewhere than on Linux, only core dumps are turned off.
     """
     die_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

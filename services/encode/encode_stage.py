@@ -119,6 +119,7 @@ class EncodeStage:
         if job is not None and job.content_hash != message.content_hash:
             self._jobs.pop(owner).discard()
             job = None
+        is_new = job is None
         if job is None:
             if (refusal := self._refusal(message)) is not None:
                 self._outcomes[refusal.code] += 1
@@ -128,7 +129,7 @@ class EncodeStage:
         job.attempt = message.attempt
         log.debug("item received", request=key[0], input=key[1], attempt=key[2], bytes=len(message.media))
         if self._owners is not None:
-            self._owners.add(proxy, message.request_id)
+            self._owners.add(proxy, message.request_id, num_new_items=int(is_new))
         # Only preprocessing needs the media: the attempt must not keep them alive.
         task = asyncio.create_task(self._run(key, proxy, msgspec.structs.replace(message, media=b""), job))
         self._attempts[key] = task

@@ -61,14 +61,16 @@ class RequestOwners:
         self._last_heard_s[proxy] = time.monotonic()
         return self._lost.pop(proxy, {})
 
-    def add(self, proxy: bytes, request_id: str, num_tokens: int = 0, attempt: int = 0) -> None:
-        """Add a request of a proxy, or a further item. `num_tokens` bounds prompt and output together."""
+    def add(
+        self, proxy: bytes, request_id: str, num_tokens: int = 0, attempt: int = 0, *, num_new_items: int = 0
+    ) -> None:
+        """Add a request of a proxy, or an attempt or items of a known one. `num_tokens` bounds prompt and output."""
         now_s = time.monotonic()
         if self.first_request_s is None:
             self.first_request_s = now_s
         log.debug("request received", request=request_id, attempt=attempt, tokens=num_tokens)
         known = self._requests.get(request_id)
-        work = max(1, num_tokens) + (0 if known is None else known.work)
+        work = num_tokens or max(1, num_new_items + (0 if known is None else known.work))
         self._requests[request_id] = OwnedRequest(proxy, num_tokens, work, attempt, now_s)
 
     @property

@@ -42,11 +42,13 @@ def test_work_of_a_lost_proxy_ends_like_all_other_work() -> None:
     assert (watch.work, watch.ended_work) == (0, 42)
 
 
-def test_each_item_of_a_request_is_work() -> None:
+def test_each_item_of_a_request_is_work_once_however_many_attempts_it_takes() -> None:
     watch = RequestOwners()
     for _ in range(8):
-        watch.add(b"p0", "images")
-    watch.add(b"p0", "image")
+        watch.add(b"p0", "images", num_new_items=1)
+    watch.add(b"p0", "image", num_new_items=1)
+    for number in (2, 3):
+        watch.add(b"p0", "image", attempt=number)
     assert (len(watch), watch.work, watch.num_tokens) == (2, 9, 0)
     watch.remove("images")
     assert (watch.work, watch.ended_work) == (1, 8)
