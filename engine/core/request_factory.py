@@ -117,13 +117,12 @@ class RequestFactory:
         self._check(prompt_token_ids, inputs, sampling)
         if resumed:
             self._check_resumed(resumed, sampling, len(prompt_token_ids))
-        grammar_start = self.sampler.check(sampling)
+        self.sampler.check(sampling)
         return Request.create(
             request_id,
             prompt_token_ids,
             inputs,
             sampling=sampling,
-            grammar_start=grammar_start,
             arrival=arrival,
             priority=priority,
             seed=sampling.seed if sampling.seed is not None else random.getrandbits(62),

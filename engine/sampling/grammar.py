@@ -109,11 +109,12 @@ class GrammarCompiler:
         self._compiled = lru_cache(MAX_CACHED)(lambda grammar: call_deep(lambda: self._compile(grammar)))
 
     def start(self, grammar: Grammar) -> GrammarMatcher:
-        """Return a matcher at the beginning of the grammar, for everybody to copy.
+        """Return a matcher at the beginning of the grammar.
 
-        Raises TriptychError("invalid_request") saying what is wrong with the grammar, or that nothing matches it.
+        Raises TriptychError: "invalid_request" saying what is wrong with the grammar, or that nothing matches it;
+        "overloaded" where the system has no thread to compile it.
         """
-        return self._compiled(grammar)
+        return self._compiled(grammar).copy()
 
     def _compile(self, grammar: Grammar) -> GrammarMatcher:
         size = len(grammar.text.encode())

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import torch
 
+from common.errors import ErrorInfo
 from common.sampling_params import SamplingParams
 from engine.device.h2d import send
 from engine.sampling.history import BadWords, FloatArray, NGrams, TokenCounts
@@ -53,12 +54,21 @@ class Vocabulary:
 
 
 class SequenceState:
-    """The rules of a sequence and their memory of its tokens, derived from the sequence alone."""
+    """The rules of a sequence and their memory of its tokens, derived from the sequence alone.
 
-    def __init__(self, params: SamplingParams, vocabulary: Vocabulary, grammar: GrammarMatcher | None = None) -> None:
+    `error` says why there is no matcher of its grammar.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocabulary: Vocabulary,
+        grammar: GrammarMatcher | None = None,
+        error: ErrorInfo | None = None,
+    ) -> None:
         self.has_rules = _has_any(params, _RULES)
         self.can_run_ahead = not _has_any(params, _READING_TOKENS)
-        self.grammar = grammar
+        self.grammar, self.error = grammar, error
         self.counts = TokenCounts(vocabulary.size) if _has_any(params, _PENALTIES) else None
         self.ngrams = NGrams(params.no_repeat_ngram_size, vocabulary.size) if params.no_repeat_ngram_size else None
         self.bad_words = BadWords(params.bad_words_ids, vocabulary.eos_token_ids) if params.bad_words_ids else None

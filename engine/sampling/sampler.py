@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as ListOf
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from engine.sampling.pending import PendingTokens, Report, Sampled
 from engine.state.request import Sequence
 
 if TYPE_CHECKING:
-    from engine.sampling.grammar import GrammarCompiler, GrammarMatcher
+    from engine.sampling.grammar import GrammarCompiler
 
 
 class Sampler:
@@ -39,10 +39,8 @@ class Sampler:
     def sample(self, logits: torch.Tensor, sequences: ListOf[Sequence]) -> list[Sampled]:
         """logits [num_sequences, vocab_size], float32 (may be changed in place) -> the next token of each."""
         sampled = self.launch(logits, sequences).wait()
-        return [
-            one if self._state(sequence).grammar is None else one._replace(error=self.error(sequence))
-            for one, sequence in zip(sampled, sequences, strict=True)
-        ]
+        errors = map(self.error, sequences)
+        return [one if error is None else one._replace(error=error) for one, error in zip(sampled, errors, strict=True)]
 
     def can_run_ahead(self, sequence: Sequence) -> bool:
         """Return whether the next token can be chosen before earlier tokens are known: no rules over tokens."""
@@ -75,14 +73,11 @@ class Sampler:
 
     def error(self, sequence: Sequence) -> ErrorInfo | None:
         """Return why a sequence cannot go on after its last step; None if the sequence can."""
-        grammar = self._state(sequence).grammar
-        return grammar.error if grammar is not None else None
+        state = self._state(sequence)
+        return state.error if state.grammar is None else state.grammar.error
 
-    def check(self, sampling: SamplingParams) -> GrammarMatcher | None:
-        """Return a matcher at the start of the grammar, for the request to keep; None without a grammar.
-
-        Raises TriptychError("invalid_request") naming the field where a request's rules cannot be followed here.
-        """
+    def check(self, sampling: SamplingParams) -> None:
+        """Raise TriptychError("invalid_request") naming the field where a request's rules cannot be followed here."""
         timestamps, forced = sampling.timestamps, sampling.forced_eos_token_id
         named = {
             "logit_bias": list(sampling.logit_bias),
@@ -103,7 +98,8 @@ class Sampler:
         if timestamps is not None and not self._vocabulary.eos_token_ids:
             message = f"{self._info.name} has no end-of-sequence token: timestamps need one"
             raise TriptychError("invalid_request", message, "timestamps")
-        return None if sampling.grammar is None else self._compiler().start(sampling.grammar)
+        if sampling.grammar is not None:
+            self._compiler().start(sampling.grammar)
 
     def _choose(self, scores: torch.Tensor, sequences: ListOf[Sequence]) -> torch.Tensor:
         """Return int64 [num_sequences] on the scores' device."""
@@ -126,9 +122,12 @@ class Sampler:
     def _state(self, sequence: Sequence) -> rules.SequenceState:
         state = sequence.sampler_state
         if not isinstance(state, rules.SequenceState):
-            start = cast("GrammarMatcher | None", sequence.request.grammar_start)
-            grammar = None if start is None else start.copy()
-            state = rules.SequenceState(sequence.sampling, self._vocabulary, grammar)
+            wanted, grammar, error = sequence.sampling.grammar, None, None
+            try:  # of many grammars that wait, the cache may have lost this one
+                grammar = self._compiler().start(wanted) if wanted is not None else None
+            except TriptychError as refused:
+                error = refused.info
+            state = rules.SequenceState(sequence.sampling, self._vocabulary, grammar, error)
             sequence.sampler_state = state
         return state
 

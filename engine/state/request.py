@@ -173,8 +173,6 @@ class Request:
     mrope_next: int = 0
     mrope_end: int = 0
     is_prompt_known: bool = False
-    grammar_start: object | None = None
-    """The compiled grammar, kept by the sampler here."""
 
     def __post_init__(self) -> None:
         self.recorder = SpanRecorder(self.instance)

@@ -158,23 +158,24 @@ def test_what_can_never_fit_the_pool_is_refused_at_once(tiny_llama: ModelInfo, p
     assert set(ended(driver)) == {"neighbour", "fits"}
 
 
-def test_a_grammar_stays_compiled_while_its_request_waits(
+def test_a_grammar_that_cannot_be_compiled_again_ends_its_own_request(
     tiny_llama: ModelInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many others come meanwhile: no step compiles, or fails where the system has no thread for that."""
-    driver = Driver(make_engine(tiny_llama), watch=False)
-    for number in range(2 * MAX_CACHED):
+    """The cache has lost it behind others that wait, and the system has no thread to compile it."""
+    driver = Driver(make_engine(tiny_llama))
+    names = [f"r{number}" for number in range(MAX_CACHED + 1)]
+    for number, name in enumerate(names):
         grammar = Grammar("regex", f"[a-f]{{{number + 3},100}}")
-        driver.add(text(f"r{number}", 5, greedy(3, n=2, grammar=grammar)))
+        driver.add(text(name, 5, greedy(3, grammar=grammar)))
+    driver.add(text("free", 5, greedy(3)))
 
     def start(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr("threading.Thread.start", start)
     driver.finish()
-    assert not driver.failures
-    assert len(driver.tokens) == 4 * MAX_CACHED
-    assert {token for tokens in driver.tokens.values() for token in tokens} <= set(b"abcdef")
+    assert {name: failed.error.code for name, failed in driver.failures.items()} == {names[0]: "overloaded"}
+    assert ended(driver) == [*names[1:], "free"]
 
 
 def test_a_beam_search_that_ends_in_the_step_in_which_its_prompt_fails_is_told_once(

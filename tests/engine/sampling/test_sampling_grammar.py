@@ -7,7 +7,6 @@ import random
 import re
 import threading
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as ListOf
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +45,6 @@ def sampler(folder: Path) -> Sampler:
     return Sampler(make_info(folder, vocab_size=VOCAB_SIZE, eos=(END, OTHER_END)), VOCAB_SIZE)
 
 
-def constrained(sampler: Sampler, *tokens: ListOf[int], **sampling: Any) -> Sequence:
-    """A sequence of an admitted request."""
-    sequence = make_sequence(*tokens, **sampling)
-    sequence.request.grammar_start = sampler.check(sequence.sampling)
-    return sequence
-
-
 def logits_of(seed: int) -> Iterator[torch.Tensor]:
     """Endless rows [1, vocab_size] of a model that knows nothing."""
     generator = torch.Generator().manual_seed(seed)
@@ -76,14 +68,14 @@ def generate(sampler: Sampler, sequence: Sequence, seed: int = 0, limit: int = 2
 @pytest.mark.parametrize("seed", range(4))
 def test_a_regular_expression_is_matched_in_full(sampler: Sampler, seed: int, temperature: float) -> None:
     pattern = r"[a-c]{2,5}-(yes|no)"
-    sequence = constrained(sampler, [1, 2], grammar=Grammar("regex", pattern), temperature=temperature, seed=seed)
+    sequence = make_sequence([1, 2], grammar=Grammar("regex", pattern), temperature=temperature, seed=seed)
     assert re.fullmatch(pattern, generate(sampler, sequence, seed))
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_json_schema_is_followed(sampler: Sampler, seed: int) -> None:
     grammar = Grammar("json_schema", json.dumps(SCHEMA))
-    text = generate(sampler, constrained(sampler, grammar=grammar, temperature=1.0, seed=seed), seed)
+    text = generate(sampler, make_sequence(grammar=grammar, temperature=1.0, seed=seed), seed)
     value = json.loads(text)
     assert text == json.dumps(value, ensure_ascii=False, separators=(",", ":")), "no blanks between the values"
     assert set(value) == {"name", "age"}
@@ -93,27 +85,27 @@ def test_a_json_schema_is_followed(sampler: Sampler, seed: int) -> None:
 
 def test_any_json_object_means_an_object(sampler: Sampler) -> None:
     """Without a schema: nudged to close what it opens, a model that knows nothing writes an object."""
-    sequence = constrained(sampler, grammar=Grammar("json_object"), logit_bias={ord("}"): 20.0, ord('"'): 10.0})
+    sequence = make_sequence(grammar=Grammar("json_object"), logit_bias={ord("}"): 20.0, ord('"'): 10.0})
     assert isinstance(json.loads(generate(sampler, sequence)), dict)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_one_of_the_choices_is_given(sampler: Sampler, seed: int) -> None:
     choices = ["yes", "no", 'über "x"\n', "😀"]
-    sequence = constrained(sampler, grammar=Grammar("choice", json.dumps(choices)), temperature=1.0, seed=seed)
+    sequence = make_sequence(grammar=Grammar("choice", json.dumps(choices)), temperature=1.0, seed=seed)
     assert generate(sampler, sequence, seed) in choices
 
 
 @pytest.mark.parametrize("text", ['start: "(" start ")" | "x"', 'root ::= "(" root ")" | "x"'], ids=["lark", "gbnf"])
 def test_a_context_free_grammar_is_followed_in_either_notation(sampler: Sampler, text: str) -> None:
-    sequence = constrained(sampler, grammar=Grammar("grammar", text), logit_bias={ord("x"): 1.0})
+    sequence = make_sequence(grammar=Grammar("grammar", text), logit_bias={ord("x"): 1.0})
     output = generate(sampler, sequence)
     depth = output.count("(")
     assert output == "(" * depth + "x" + ")" * depth
 
 
 def test_every_end_token_is_allowed_where_the_grammar_may_end_and_nowhere_else(sampler: Sampler) -> None:
-    sequence = constrained(sampler, grammar=Grammar("regex", "ab*"))
+    sequence = make_sequence(grammar=Grammar("regex", "ab*"))
     assert allowed(sampler, sequence) == {ord("a")}
     sequence.token_ids.append(ord("a"))
     assert allowed(sampler, sequence) == {ord("b"), END, OTHER_END}
@@ -127,19 +119,19 @@ def allowed(sampler: Sampler, sequence: Sequence) -> set[int]:
 
 def test_after_the_end_only_the_end_may_follow(sampler: Sampler) -> None:
     """With ignore_eos generation goes on; the output stays what the grammar made it."""
-    sequence = constrained(sampler, [1], [*b"ab", END, END], grammar=Grammar("regex", "ab"))
+    sequence = make_sequence([1], [*b"ab", END, END], grammar=Grammar("regex", "ab"))
     assert allowed(sampler, sequence) == {END, OTHER_END}
 
 
 def test_the_grammar_wins_over_rules_that_leave_nothing_of_it(sampler: Sampler) -> None:
     grammar = Grammar("regex", "ab")
-    assert allowed(sampler, constrained(sampler, grammar=grammar, suppress_tokens=(ord("a"),))) == {ord("a")}
-    ended = constrained(sampler, [1], [*b"ab"], grammar=grammar, min_tokens=5)
+    assert allowed(sampler, make_sequence(grammar=grammar, suppress_tokens=(ord("a"),))) == {ord("a")}
+    ended = make_sequence([1], [*b"ab"], grammar=grammar, min_tokens=5)
     assert allowed(sampler, ended) == {END, OTHER_END}
 
 
 def test_a_forced_prefix_is_no_part_of_the_grammar(sampler: Sampler) -> None:
-    sequence = constrained(sampler, [1], [200], grammar=Grammar("regex", "ab"), prefix_allowed=((200,), (201, 202)))
+    sequence = make_sequence([1], [200], grammar=Grammar("regex", "ab"), prefix_allowed=((200,), (201, 202)))
     assert allowed(sampler, sequence) == {201, 202}
     sequence.token_ids.append(202)
     assert allowed(sampler, sequence) == {ord("a")}
@@ -147,7 +139,7 @@ def test_a_forced_prefix_is_no_part_of_the_grammar(sampler: Sampler) -> None:
 
 def test_forks_and_resumed_sequences_stand_where_their_tokens_say(sampler: Sampler) -> None:
     """Two children of one sequence go different ways; neither moves the other, nor the grammar kept for the next."""
-    parent = constrained(sampler, [1], grammar=Grammar("regex", "a(b+|c+)d"))
+    parent = make_sequence([1], grammar=Grammar("regex", "a(b+|c+)d"))
     parent.token_ids.append(ord("a"))
     assert allowed(sampler, parent) == {ord("b"), ord("c")}
     for one in "bc":
@@ -155,14 +147,14 @@ def test_forks_and_resumed_sequences_stand_where_their_tokens_say(sampler: Sampl
         child.token_ids.append(ord(one))
         assert allowed(sampler, child) == {ord(one), ord("d")}
     assert allowed(sampler, parent) == {ord("b"), ord("c")}
-    assert allowed(sampler, constrained(sampler, [1], grammar=parent.sampling.grammar)) == {ord("a")}
+    assert allowed(sampler, make_sequence([1], grammar=parent.sampling.grammar)) == {ord("a")}
 
 
 def test_rows_of_a_batch_follow_their_own_grammars(sampler: Sampler) -> None:
     batch = [
-        constrained(sampler, grammar=Grammar("regex", "x")),
+        make_sequence(grammar=Grammar("regex", "x")),
         make_sequence(),
-        constrained(sampler, [1], b"y", grammar=Grammar("regex", "yz")),
+        make_sequence([1], b"y", grammar=Grammar("regex", "yz")),
     ]
     logits = next(logits_of(0)).repeat(3, 1)
     tokens = [sampled.token_id for sampled in sampler.sample(logits.clone(), batch)]
@@ -218,8 +210,8 @@ def test_a_grammar_that_outgrows_its_limits_fails_its_own_request_alone(sampler:
     """1100 rules that all begin alike: after the first token, all of them have to be followed at once."""
     rules = [f'r{number}: "a" r{number} | "b"' for number in range(1100)]
     text = "\n".join(["start: " + " | ".join(f"r{number}" for number in range(1100)), *rules])
-    costly = constrained(sampler, grammar=Grammar("grammar", text), logit_bias={ord("a"): 50.0})
-    neighbour = constrained(sampler, grammar=Grammar("regex", "a+"), logit_bias={ord("a"): 50.0})
+    costly = make_sequence(grammar=Grammar("grammar", text), logit_bias={ord("a"): 50.0})
+    neighbour = make_sequence(grammar=Grammar("regex", "a+"), logit_bias={ord("a"): 50.0})
     errors = []
     for logits, _ in zip(logits_of(0), range(3), strict=False):
         results = sampler.sample(logits.repeat(2, 1), [costly, neighbour])
@@ -260,7 +252,7 @@ def test_the_tokenizer_is_read_at_the_first_grammar_and_grammars_are_compiled_on
     params = SamplingParams(grammar=Grammar("regex", "[0-9]+"))
     for _ in range(3):
         sampler.check(params)
-        assert allowed(sampler, constrained(sampler, grammar=Grammar("regex", "[0-9]+"))) == set(b"0123456789")
+        assert allowed(sampler, make_sequence(grammar=Grammar("regex", "[0-9]+"))) == set(b"0123456789")
     assert len(compiled) == 1
 
 
@@ -268,7 +260,7 @@ def test_a_logit_head_smaller_than_the_tokenizer_is_served(folder: Path) -> None
     """A placeholder token may have no logit: masks are cut to the logits."""
     sampler = Sampler(make_info(folder, eos=(END - 1,)), FIRST_SPECIAL + 2)
     scores = torch.zeros(1, FIRST_SPECIAL + 2)
-    sampler.apply_rules(scores, [constrained(sampler, [1], b"a", grammar=Grammar("regex", "ab?"))])
+    sampler.apply_rules(scores, [make_sequence([1], b"a", grammar=Grammar("regex", "ab?"))])
     assert set((scores[0] > -torch.inf).nonzero().squeeze(1).tolist()) == {ord("b"), END - 1}
 
 
@@ -301,7 +293,7 @@ def test_pieces_of_sentencepiece_are_taken_by_their_text(
     sentencepiece: Sampler, output: list[str], expected: set[str]
 ) -> None:
     grammar = Grammar("choice", '["yes", "no", "yes no"]')
-    sequence = constrained(sentencepiece, [1], [PIECES.index(piece) for piece in output], grammar=grammar)
+    sequence = make_sequence([1], [PIECES.index(piece) for piece in output], grammar=grammar)
     scores = torch.zeros(1, len(PIECES))
     sentencepiece.apply_rules(scores, [sequence])
     assert {PIECES[token] for token in (scores[0] > -torch.inf).nonzero().squeeze(1).tolist()} == expected
@@ -316,9 +308,7 @@ def test_random_walks_never_leave_the_grammar(sampler: Sampler) -> None:
     """Whatever is allowed at each step leads on: no dead ends, whichever token is taken."""
     draw = random.Random(0)
     for _ in range(20):
-        sequence = constrained(
-            sampler, grammar=Grammar("regex", r"(ab|a(cd)+|[xy]z{2,3})(,[0-9]{1,2})*"), max_tokens=30
-        )
+        sequence = make_sequence(grammar=Grammar("regex", r"(ab|a(cd)+|[xy]z{2,3})(,[0-9]{1,2})*"), max_tokens=30)
         while sequence.num_output_tokens < 30:
             token = draw.choice(sorted(allowed(sampler, sequence)))
             sequence.token_ids.append(token)
@@ -363,7 +353,8 @@ REFUSED: dict[str, Grammar] = {
 
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_a_chain_of_thousands_of_rules_ends_no_process(sampler: Sampler, name: str) -> None:
-    sequence = constrained(sampler, grammar=FOLLOWED[name])
+    sequence = make_sequence(grammar=FOLLOWED[name])
+    sampler.check(sequence.sampling)
     generate(sampler, sequence, limit=20)
     assert sampler.error(sequence) is None
 
@@ -400,7 +391,7 @@ def test_forced_calls_are_valid_calls_of_the_tools(sampler: Sampler, seed: int) 
     }
 
     def calls(grammar: Grammar) -> list[dict[str, Any]]:
-        return json.loads(generate(sampler, constrained(sampler, grammar=grammar, max_tokens=5000), seed, limit=5000))
+        return json.loads(generate(sampler, make_sequence(grammar=grammar, max_tokens=5000), seed, limit=5000))
 
     found = calls(call_grammar(tools))
     assert 1 <= len(found) <= 16
