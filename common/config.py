@@ -153,7 +153,7 @@ class EngineConfig(BaseModel):
     )
     num_threads: int | None = _setting(None, "CPU threads of one worker.", "Engine", shown="a share of the cores", ge=1)
     attention_backend: str = _setting(
-        "auto", "Name of the attention backend; auto chooses by device, dtype and phase.", "Engine"
+        "auto", "Name of the attention backend; auto chooses by device, dtype and heads.", "Engine"
     )
     enforce_eager: bool = _setting(
         False, "Record no steps (CUDA graphs; calls on a CPU): slower, and starts sooner.", "Engine"

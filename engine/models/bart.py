@@ -45,7 +45,7 @@ _CHECKPOINT_PARTS = {
 
 def build(info: ModelInfo) -> BartDecoder:
     """Make the decoder of a model folder. Raises ValueError for an unsupported activation."""
-    has_bias = has_tensor(info.folder, "final_logits_bias")
+    has_bias = has_tensor(info.folder, "final_logits_bias", default=True)
     return BartDecoder(info, pre_norm=info.family.name == "mbart", has_logits_bias=has_bias)
 
 

@@ -43,12 +43,12 @@ def read_index(folder: Path, stem: str = "model") -> dict[str, TensorEntry]:
     return entries
 
 
-def has_tensor(folder: Path, name: str) -> bool:
-    """Return whether the checkpoint holds a tensor. False without a readable one: loading says why, if it must load."""
+def has_tensor(folder: Path, name: str, *, default: bool) -> bool:
+    """Return whether the checkpoint holds a tensor; `default` without a readable one: loading says why, if it must."""
     try:
         return name in read_index(folder)
     except CheckpointError:
-        return False
+        return default
 
 
 def _weight_files(folder: Path, stem: str) -> list[Path]:

@@ -40,10 +40,11 @@ _CHECKPOINT_PARTS = {
 def build(info: ModelInfo) -> T5Decoder:
     """Make the decoder of a model folder. Raises ValueError for an unsupported activation.
 
-    Whether the output head is the embedding is what the checkpoint holds: transformers has written
-    `tie_word_embeddings: true` into configurations of checkpoints with a head of their own.
+    The checkpoint tells whether the output head is the embedding: transformers has written `tie_word_embeddings: true`
+    into configurations of checkpoints with a head of their own. Dummy weights without a checkpoint go by that.
     """
-    return T5Decoder(info, tied=not has_tensor(info.folder, "lm_head.weight"))
+    has_head = not info.config.get("tie_word_embeddings", True)
+    return T5Decoder(info, tied=not has_tensor(info.folder, "lm_head.weight", default=has_head))
 
 
 class T5Decoder(DecoderModel):

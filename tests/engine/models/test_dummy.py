@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,18 @@ def test_a_model_needs_no_checkpoint_to_be_made(make: Callable[[Path], Path], tm
         path.unlink()
     model, _ = load_decoder(load_model_info(str(folder)), CPU, torch.float32, "dummy")
     assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_without_a_checkpoint_the_configuration_tells_whether_a_head_is_the_embedding(
+    tied: bool, tmp_path: Path
+) -> None:
+    folder = make_t5(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": tied}))
+    model, _ = load_decoder(load_model_info(str(folder)), CPU, torch.float32, "dummy")
+    assert ("lm_head.weight" in dict(model.named_parameters())) is not tied
 
 
 def test_what_goes_through_the_layers_keeps_its_size(folder: Path) -> None:
