@@ -39,8 +39,10 @@ class Sampler:
     def sample(self, logits: torch.Tensor, sequences: ListOf[Sequence]) -> list[Sampled]:
         """logits [num_sequences, vocab_size], float32 (may be changed in place) -> the next token of each."""
         sampled = self.launch(logits, sequences).wait()
-        errors = map(self.error, sequences)
-        return [one if error is None else one._replace(error=error) for one, error in zip(sampled, errors, strict=True)]
+        return [
+            one if sequence.sampling.grammar is None else one._replace(error=self.error(sequence))
+            for one, sequence in zip(sampled, sequences, strict=True)
+        ]
 
     def can_run_ahead(self, sequence: Sequence) -> bool:
         """Return whether the next token can be chosen before earlier tokens are known: no rules over tokens."""

@@ -65,7 +65,8 @@ class EncodeDispatcher:
 
         Several encoders share the items; equal content goes to one. Raises TriptychError("unavailable") without any.
         """
-        self.recall()
+        if self.pending:
+            self.recall()
         for item in self._items.values():
             item.destination, item.request_attempt = destination, request_attempt
             await self._place(item)

@@ -60,9 +60,8 @@ class EncodeDedup:
 
     async def run(self) -> None:
         """Hand out outputs, until cancelled."""
-        async for results in self.thread.events():
-            self._settle(results)
-            del results  # or the outputs would be kept until the next batch
+        while True:
+            self._settle(await self.thread.events.get())  # no name, or outputs would be kept until the next batch
 
     @property
     def num_waiting(self) -> int:

@@ -12,7 +12,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -62,7 +62,8 @@ class EngineThread(Generic[E, Event]):
         self._next_deadline_s = next_deadline_s
         self._loop = asyncio.get_running_loop()
         self._inbound: queue.SimpleQueue[Callable[[E], None] | None] = queue.SimpleQueue()
-        self._events: asyncio.Queue[list[Event]] = asyncio.Queue()
+        self.events: asyncio.Queue[list[Event]] = asyncio.Queue()
+        """The events of each step, in the order of steps. For a single reader."""
         self._busy_since_s: float | None = None
         self.worked_s = 0.0
         """Seconds of all turns that have ended."""
@@ -87,11 +88,6 @@ class EngineThread(Generic[E, Event]):
         self.submit(command)
         async with asyncio.timeout(timeout_s):
             return await answer
-
-    async def events(self) -> AsyncIterator[list[Event]]:
-        """Yield the events of each step in the order of steps, until cancelled. For a single reader."""
-        while True:
-            yield await self._events.get()  # no name, or it would be kept until the next step
 
     def stop(self) -> None:
         """Ask the thread to end after the present step; later commands are discarded."""
@@ -141,7 +137,7 @@ class EngineThread(Generic[E, Event]):
                 log.warning("the engine refused a command", error=error.info.message)
         for produce in (self._answer, self._step):
             if produce is not None and (events := produce(engine)):
-                self._post(partial(self._events.put_nowait, events))
+                self._post(partial(self.events.put_nowait, events))
         self._busy_since_s = None
         self.worked_s += time.monotonic() - since_s
         return True

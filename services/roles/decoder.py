@@ -191,8 +191,8 @@ class DecoderService(ABC):
         return events
 
     async def _read_events(self) -> None:
-        async for events in self.thread.events():
-            self._handle_events(events)
+        while True:
+            self._handle_events(await self.thread.events.get())
 
     def _handle_events(self, events: list[Event]) -> None:
         """Handle events, but for those of an aborted attempt: the request may be here again."""

@@ -84,8 +84,7 @@ class IdleRole:
         return [self._read_events()]
 
     async def _read_events(self) -> None:
-        async for events in self.thread.events():
-            raise ZeroDivisionError(events)
+        raise ZeroDivisionError(await self.thread.events.get())
 
     def handle_request(self, proxy: bytes, message: ToWorker) -> None:
         if isinstance(message, Generate):

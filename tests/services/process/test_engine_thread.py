@@ -49,8 +49,8 @@ class Harness:
         self.reading = asyncio.create_task(self.read())
 
     async def read(self) -> None:
-        async for events in self.thread.events():
-            self.events += events
+        while True:
+            self.events += await self.thread.events.get()
 
     def put(self, word: str) -> None:
         self.thread.submit(lambda engine: engine.pending.append(word))
