@@ -15,6 +15,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from common.config import EngineConfig, Settings
+from common.http import drain
 
 ROOT = Path(__file__).parents[3]
 FILES = ("docker-compose.yml", "docker-compose.gpu.yml")
@@ -230,6 +231,16 @@ def test_dockerfile_copies_every_package_and_its_ignore_file_lets_them_in() -> N
 def test_documentation_names_exactly_the_variables_of_the_files() -> None:
     rows = re.findall(r"^\| (`[^|]+) \|", (ROOT / "docs" / "deploy" / "compose.md").read_text(), re.M)
     assert {name for row in rows for name in re.findall(r"`([A-Z][A-Z0-9_]+)`", row)} == variables()
+
+
+def test_documented_drain_needs_no_cluster_key() -> None:
+    """By default the workers have none, and then take orders from their own container alone."""
+    page = (ROOT / "docs" / "deploy" / "compose.md").read_text()
+    commands = "\n".join(re.findall(r"^```sh\n(.*?)^```", page, re.M | re.S))
+    assert "triptych drain" not in commands
+    assert f"docker exec ID python3 -m {drain.__name__}" in commands
+    assert Settings.model_fields["port"].default == 8000, "the drain asks the port of the settings"
+    assert all(service(name)["command"][-2:] == ["--port", "8000"] for name in WORKERS)
 
 
 def test_transcript_in_the_documentation_is_of_the_present_test() -> None:
