@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import re
 import subprocess
+import threading
 import tomllib
 from functools import cache
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +21,24 @@ from common.http import drain
 
 ROOT = Path(__file__).parents[3]
 FILES = ("docker-compose.yml", "docker-compose.gpu.yml")
+STACK = "docker-compose.stack.yml"
 WORKERS = ("prefill-decode", "prefill", "decode", "encoder")
 SERVICES = ("broker", *WORKERS, "proxy")
 TARGETS = ("broker", "proxy", "worker")
 KERNEL_FAILS = 'case "$*" in *kernels*) exit 1 ;; esac; echo 13.0'
 
 
+class Loader(yaml.SafeLoader):
+    """Knows the tags by which a file takes back what an earlier one says."""
+
+
+Loader.add_constructor("!reset", lambda loader, node: None)
+Loader.add_constructor("!override", lambda loader, node: loader.construct_sequence(node, deep=True))
+
+
 @cache
 def compose(name: str = FILES[0]) -> dict[str, Any]:
-    content = yaml.safe_load((ROOT / name).read_text())
+    content = yaml.load((ROOT / name).read_text(), Loader)
     assert isinstance(content, dict)
     return content
 
@@ -231,6 +242,35 @@ def test_dockerfile_copies_every_package_and_its_ignore_file_lets_them_in() -> N
 def test_documentation_names_exactly_the_variables_of_the_files() -> None:
     rows = re.findall(r"^\| (`[^|]+) \|", (ROOT / "docs" / "deploy" / "compose.md").read_text(), re.M)
     assert {name for row in rows for name in re.findall(r"`([A-Z][A-Z0-9_]+)`", row)} == variables()
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_swarm_ends_no_worker_that_was_ready_for_lack_of_a_broker_or_for_a_drain(name: str, tmp_path: Path) -> None:
+    statuses = {"/ready": 503, "/health": 200}
+
+    class Worker(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(statuses[self.path])
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    program, _, command = compose(STACK)["services"][name]["healthcheck"]["test"][1:]
+    with HTTPServer(("127.0.0.1", 0), Worker) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        command = command.replace(":8000", f":{server.server_port}").replace("/tmp/", f"{tmp_path}/")
+
+        def is_healthy() -> bool:
+            return subprocess.run([program, "-c", command], capture_output=True, check=False).returncode == 0
+
+        assert not is_healthy(), "it loads its model"
+        statuses["/ready"] = 200
+        assert is_healthy()
+        statuses["/ready"] = 503
+        assert is_healthy(), "it drains, or has no broker"
+        statuses["/health"] = 503
+        assert not is_healthy()
+        server.shutdown()
 
 
 def test_documented_drain_needs_no_cluster_key() -> None:
