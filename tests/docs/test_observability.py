@@ -15,6 +15,7 @@ from tests import debian
 
 DOCS = Path(__file__).parents[2] / "docs"
 BOARD, ALERTS = DOCS / "observability" / "grafana.json", DOCS / "observability" / "alerts.yaml"
+OPENAPI = Path(__file__).parents[1] / "goldens" / "openapi.json"
 ROW = re.compile(r"^\| `([a-z_:]+)` \| (counter|gauge|histogram) \|", re.MULTILINE)
 
 
@@ -58,6 +59,17 @@ def test_every_alert_says_what_is_wrong_and_what_to_do() -> None:
     for rule in rules():
         assert rule["annotations"].keys() == {"summary", "action"}
         assert rule["labels"]["severity"] in ("critical", "warning", "info")
+
+
+def test_requests_are_those_that_generate_and_no_probes() -> None:
+    paths = json.loads(OPENAPI.read_text())["paths"]
+    generate = {path for path, methods in paths.items() if path.startswith("/v1/") and "post" in methods}
+    counts = [part for expression in expressions() for part in re.findall(r"proxy_requests_total(\S*)", expression)]
+    assert len(counts) == 3
+    for part in counts:
+        found = re.search(r'endpoint=~"([^"]+)"', part)
+        assert found, part
+        assert {path for path in paths if re.fullmatch(found[1], path)} == generate
 
 
 @pytest.mark.slow
