@@ -126,6 +126,7 @@ class Service:
         return context.tickets
 
     def update_gauges(self) -> None:
+        self.metrics.broker_up.set(self.pool.broker_reachable)
         for name, line in self.lines.items():
             self.metrics.waiting.labels(name).set(line.num_waiting)
             self.metrics.expected_wait.labels(name).set(line.wait_s)

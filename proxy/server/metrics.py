@@ -102,6 +102,7 @@ class ProxyMetrics:
             "scrape_failures", "Instances without readable metrics when /metrics/cluster asked.", ["role"], **common
         )
         self.traces_lost = Counter("traces_lost", "Ended requests whose traces the collector did not take.", **common)
+        self.broker_up = Gauge("broker_up", "1 while the broker answers this proxy, else 0.", **common)
         self.realtime_sessions = Gauge("realtime_sessions", "Open realtime sessions.", **common)
         what = "From the arrival of the audio in which words were first heard to their event."
         self.realtime_delay = Histogram("realtime_delay_seconds", what, ["event"], buckets=_LATENCY_S, **common)

@@ -39,7 +39,7 @@ def expressions() -> list[str]:
 
 
 def test_every_name_exists() -> None:
-    used = {name for expression in expressions() for name in re.findall(r"\b(?:triptych|vllm)[a-z_:]*", expression)}
+    used = {name for expression in expressions() for name in re.findall(r"\b(?:triptych_|vllm:)[a-z_:]+", expression)}
     assert len(used) > 20
     assert used - known_names() == set()
 
@@ -70,6 +70,41 @@ def test_requests_are_those_that_generate_and_no_probes() -> None:
         found = re.search(r'endpoint=~"([^"]+)"', part)
         assert found, part
         assert {path for path in paths if re.fullmatch(found[1], path)} == generate
+
+
+PROXY_WORKERS = 'triptych_proxy_workers{instance="proxy", role="%s"}'
+GONE = [
+    ("TriptychInstanceSilent", {'triptych_up{instance="pd0", role="prefill_decode"}': "1x3 0x10"}),
+    ("TriptychInstanceSilent", {'up{job="triptych", instance="pd0", role="prefill_decode"}': "1x3 0x10"}),
+    ("TriptychWorkersLost", {PROXY_WORKERS % "encoder": "2x3 1x10"}),
+    ("TriptychNoWorkers", {PROXY_WORKERS % "decode": "0x13", PROXY_WORKERS % "encoder": "1x13"}),
+    ("TriptychBrokerDown", {'triptych_proxy_broker_up{instance="proxy"}': "1x3 0x10"}),
+]
+"""What is gone: the alert, and the series of 14 minutes that are left then."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_alerts_fire_where_something_is_gone(tmp_path: Path) -> None:
+    tool = debian.program_or_skip("prometheus", "usr/bin/promtool")
+    queries = [
+        {
+            "interval": "1m",
+            "input_series": [{"series": name, "values": values} for name, values in series.items()],
+            "promql_expr_test": [
+                {
+                    "expr": f'count by (alertname) (ALERTS{{alertname="{alert}", alertstate="firing"}})',
+                    "eval_time": "13m",
+                    "exp_samples": [{"labels": f'{{alertname="{alert}"}}', "value": 1}],
+                }
+            ],
+        }
+        for alert, series in GONE
+    ]
+    tests = tmp_path / "tests.yaml"
+    tests.write_text(yaml.safe_dump({"rule_files": [str(ALERTS)], "tests": queries}))
+    result = subprocess.run([str(tool), "test", "rules", str(tests)], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.slow

@@ -32,6 +32,13 @@ async def test_models_health_and_readiness(serve):
         assert len(caught.value.message) < 1000, "it is not sent back whole"
 
 
+@pytest.mark.parametrize("reachable", [True, False])
+async def test_a_gauge_tells_whether_the_broker_answers(serve, monkeypatch, reachable):
+    async with serve(encoders=0, decoders=0) as rig:
+        monkeypatch.setattr(type(rig.service.pool), "broker_reachable", reachable)
+        assert f"\ntriptych_proxy_broker_up {reachable:.1f}\n" in (await rig.http.get("/metrics")).text
+
+
 async def test_unknown_routes_and_methods_have_openais_shape(rig):
     for method, path, status in (("GET", "/nothing", 404), ("GET", "/v1/completions", 405)):
         response = await rig.http.request(method, path)
