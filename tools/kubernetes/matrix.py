@@ -8,6 +8,7 @@ Values = dict[str, Any]
 _APART: Final[Values] = {"prefill_decode": {"replicas": 0}, "prefill": {"replicas": 1}, "decode": {"replicas": 2}}
 _GPU: Final[Values] = {"count": 1, "runtimeClassName": "nvidia"}
 _SCALED: Final[Values] = {"encoder": {"replicas": 1}, "prefill_decode": {"replicas": 1}}
+_RAY: Final[Values] = {"workload": "ray", "ray": {"image": "triptych-ray:1"}}
 _PEERS: Final = [{"namespaceSelector": {"matchLabels": {"team": "chat"}}}]
 
 MATRIX: Final[dict[str, Values]] = {
@@ -80,7 +81,7 @@ MATRIX: Final[dict[str, Values]] = {
     },
     "DisaggregatedSet": {"workload": "disaggregatedSet", "roles": _APART},
     "DisaggregatedSet on GPUs": {"workload": "disaggregatedSet", "roles": _APART, "roleDefaults": {"gpu": _GPU}},
-    "RayService": {"workload": "ray", "ray": {"image": "triptych-ray:1"}},
+    "RayService": _RAY,
     "RayService, scaled, on GPUs": {
         "workload": "ray",
         "ray": {"image": "triptych-ray:1", "workers": {"gpus": 1, "nodeSelector": {"pool": "gpu"}}},
@@ -102,4 +103,17 @@ REFUSED: Final[dict[str, tuple[Values, str]]] = {
     ),
     "a DisaggregatedSet of another role": ({"workload": "disaggregatedSet"}, "give roles.prefill_decode.replicas 0"),
     "Ray without an image": ({"workload": "ray"}, "needs ray.image"),
+    "Ray with settings of a role": (
+        {**_RAY, "roles": {"encoder": {"settings": {"engine": {"max_num_seqs": 8}}}}},
+        "would drop roles.encoder.settings",
+    ),
+    "Ray with variables of all roles": ({**_RAY, "roleDefaults": {"env": {"A": "1"}}}, "would drop roleDefaults.env"),
+    "Ray with resources of a role": (
+        {**_RAY, "roles": {"prefill_decode": {"resources": {"requests": {"cpu": "2"}}}}},
+        "would drop roles.prefill_decode.resources",
+    ),
+    "Ray with settings of the proxy": (
+        {**_RAY, "proxy": {"settings": {"max_inflight": 8}}},
+        "would drop proxy.settings",
+    ),
 }

@@ -45,6 +45,13 @@ def test_the_charts_variables_are_settings() -> None:
     assert found <= fields()
 
 
+def test_no_pod_gets_variables_of_services() -> None:
+    """A release named triptych would have TRIPTYCH_BROKER_SERVICE_HOST, which is no setting: the program refuses it."""
+    for path in sorted((CHART / "templates").iterdir()):
+        pods = re.findall(r"^ +serviceAccountName:.*\n(?:.*\n)?.*", path.read_text(), re.M)
+        assert all("enableServiceLinks: false" in pod for pod in pods), path.name
+
+
 def test_settings_of_the_matrix_are_settings() -> None:
     given = [one for values in MATRIX.values() for one in settings_of(values)]
     assert given
