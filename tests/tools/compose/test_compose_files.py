@@ -143,6 +143,11 @@ def test_every_setting_in_the_environment_exists(name: str) -> None:
             assert not nested or nested in EngineConfig.model_fields, variable
 
 
+def test_settings_that_proxy_and_workers_read_reach_both() -> None:
+    for name in (*WORKERS, "proxy"):
+        assert {"TRIPTYCH_ENGINE__MAX_MODEL_LEN", "TRIPTYCH_REQUEST_TIMEOUT_S"} <= service(name)["environment"].keys()
+
+
 def test_gpu_overlay_changes_the_workers_only() -> None:
     services = compose(FILES[1])["services"]
     assert set(services) == set(WORKERS)
