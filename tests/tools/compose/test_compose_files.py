@@ -148,6 +148,14 @@ def test_settings_that_proxy_and_workers_read_reach_both() -> None:
         assert {"TRIPTYCH_ENGINE__MAX_MODEL_LEN", "TRIPTYCH_REQUEST_TIMEOUT_S"} <= service(name)["environment"].keys()
 
 
+@pytest.mark.parametrize("name", WORKERS)
+def test_memory_of_a_worker_can_be_bounded(name: str) -> None:
+    """A worker does not know of others on its host: by default each takes half of what is free."""
+    environment = service(name)["environment"]
+    for variable in ("TRIPTYCH_ENGINE__MEMORY_FRACTION", "TRIPTYCH_ENGINE__MEMORY_BYTES"):
+        assert environment.get(variable, "not passed on") is None
+
+
 def test_gpu_overlay_changes_the_workers_only() -> None:
     services = compose(FILES[1])["services"]
     assert set(services) == set(WORKERS)
