@@ -8,7 +8,7 @@ HELP: Final[dict[str, str]] = {
     # requests
     "requests_running": "Requests in the running batch.",
     "requests_waiting": "Requests that wait for room or for inputs.",
-    "requests_outstanding": "Requests that have not ended, by this worker's own books.",
+    "requests_outstanding": "Requests that have not ended, as this worker counts them.",
     "requests_outstanding_tokens": "Tokens of these requests at most, prompts and outputs together.",
     "outstanding_work_seconds": "Seconds this worker needs for its requests, at the rate of those that ended lately.",
     "first_request_delay_seconds": "From this worker's entry in the registry to its first request; 0 before that.",

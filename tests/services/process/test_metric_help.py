@@ -17,6 +17,7 @@ from services.roles.encoder import EncoderService
 from services.roles.prefill import PrefillService
 from services.worker_context import RoleService, WorkerContext
 from services.worker_process import WorkerProcess
+from tools.house.pages import REFERENCE
 
 
 @pytest.mark.parametrize("engine", [DecoderEngine, EncoderEngine])
@@ -65,5 +66,10 @@ async def test_a_workers_own_numbers_have_help_texts(role: Callable[[WorkerConte
         metrics = shell._context.metrics
         missing = {name for name in (*metrics.gauges, *metrics.tallies) if name not in HELP}
         assert not missing, f"no help text in services/process/metric_help.py: {sorted(missing)}"
+        page = (REFERENCE / "metrics.md").read_text()
+        for name in metrics.gauges:
+            kind = "counter" if name.endswith("_total") else "gauge"
+            assert f"\n| `triptych_{name}` | {kind} |" in page
+        assert all(f"\n| `triptych_{name}_total` | counter |" in page for name in metrics.tallies)
     finally:
         await shell._close()
