@@ -40,6 +40,12 @@ def test_the_walk_takes_ten_steps_or_fewer() -> None:
     assert 0 < len(steps) <= 10
 
 
+def test_pages_install_what_there_is_and_no_package_of_an_index() -> None:
+    """The project is not published: it comes from a clone, or from the wheel of `make dist`."""
+    pages = [page for page in PAGES if page.name != "CHANGELOG.md"]
+    assert not [page.name for page in pages if re.search(r"pip install '?triptych\[", page.read_text())]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_between_files_lead_somewhere(page: Path) -> None:
     prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)

@@ -94,6 +94,13 @@ def test_ports_and_images_are_those_of_the_dockerfile() -> None:
     assert "EXTRAS" in text, "Ray's image is built by it"
 
 
+def test_the_page_tells_how_the_image_for_gpus_is_made() -> None:
+    overlay = yaml.safe_load((ROOT / "docker-compose.gpu.yml").read_text())
+    assert overlay["services"]["encoder"]["image"].endswith(VALUES["image"]["gpuSuffix"])
+    page = (ROOT / "docs" / "deploy" / "kubernetes.md").read_text()
+    assert re.search(r"^TRIPTYCH_TAG=\S+ docker compose .*-f docker-compose\.gpu\.yml build encoder$", page, re.M)
+
+
 def test_the_last_command_has_its_time_before_the_pod_is_killed() -> None:
     """Longest life of a request < wait of the command < grace of the pod."""
     assert "/drain" in CONTROL_PATHS
