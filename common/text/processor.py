@@ -25,6 +25,8 @@ from common.model_info import ModelInfo, read_json
 from common.text.tasks import question_of
 
 _PROBE = "a plain string"
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
+"""Half a character of UTF-16, as JSON may escape it: no tokenizer takes that."""
 _END_MARK: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 """Stands behind a message to be continued while the template is rendered, as in transformers."""
 _CHARS_PER_TOKEN: Final = 64
@@ -194,7 +196,7 @@ class TextProcessor:
             raise invalid(f"the chat template refused the messages: {error!s:.1000}", "messages") from error
         if continue_final_message:
             text = _before_end_mark(text)
-        return text
+        return _SURROGATE.sub("\ufffd", text)
 
     def _render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
         if self._takes_parts_only:

@@ -126,15 +126,19 @@ class CallParser:
         end = self._value.grow(self._held)
         if end is None:
             return None
-        try:
-            return json.loads(self._held[begin:end]), end
-        except (ValueError, RecursionError):
-            raise Malformed from None
+        return _parsed(self._held[begin:end]), end
 
     def _call(self, name: Any, arguments: Any) -> list[AnswerPart]:
         if not isinstance(name, str) or name not in self._tools or not isinstance(arguments, dict):
             raise Malformed
-        return [AnswerPart("call", name), AnswerPart("arguments", json.dumps(arguments, ensure_ascii=False))]
+        try:
+            text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            text.encode()
+        except UnicodeEncodeError:  # half an emoji: it can only be escaped
+            text = json.dumps(arguments)
+        except ValueError:  # a number beyond any float, which is infinite here
+            raise Malformed from None
+        return [AnswerPart("call", name), AnswerPart("arguments", text)]
 
     def _object(self, value: Any) -> list[AnswerPart]:
         """Return the call of {"name", "arguments"}; some models write "parameters"."""
@@ -220,14 +224,22 @@ class XmlCalls(CallParser):
         return self._call(head[1].strip(), arguments), end + len(self._END)
 
 
+def _parsed(text: str) -> Any:
+    """Return the JSON value that a text is. Raises Malformed for all else, also for NaN and Infinity."""
+    try:
+        return json.loads(text, parse_constant=int)  # which reads none of them
+    except (ValueError, RecursionError):
+        raise Malformed from None
+
+
 def _value(schema: Mapping[str, Any], name: str, text: str) -> Any:
     properties = schema.get("properties")
     of_name = properties.get(name) if isinstance(properties, dict) else None
     if isinstance(of_name, dict) and of_name.get("type") == "string":
         return text
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return _parsed(text)
+    except Malformed:
         return text
 
 

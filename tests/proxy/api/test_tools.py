@@ -199,6 +199,14 @@ async def test_calls_results_and_reasoning_go_through_the_template(tool_rig):
     assert "<tool>rain(of c1)<assistant>low" in prompt(tool_rig)
 
 
+async def test_half_an_emoji_in_earlier_arguments_is_written_as_a_replacement(tool_rig):
+    call = {"id": "c1", "function": {"name": "get_weather", "arguments": '{"city": "Rome \\ud83d!"}'}}
+    messages = [USER, {"role": "assistant", "tool_calls": [call]}]
+    response = await tool_rig.http.post("/tokenize", json={"messages": messages})
+    assert response.status_code == 200, response.text
+    assert "c1=get_weather:Rome \ufffd!;" in tool_rig.cluster.text.decode(response.json()["tokens"])
+
+
 async def test_a_template_without_tools_gets_them_as_text(serve, long_text_model):
     plain = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
     call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": "{}"}}

@@ -121,6 +121,16 @@ def test_a_call_behind_a_malformed_one_is_found():
     assert calls_of("hermes", text) == [("content", '<tool_call>{"name": 1}</tool_call>'), *NOW]
 
 
+def test_arguments_are_text_that_clients_can_read():
+    """Half an emoji is escaped, as no UTF-8 has it; NaN and infinity are no JSON."""
+    half = '{"name": "now", "arguments": {"q": "a \\ud83d é"}}'
+    [_, (_, arguments)] = calls_of("hermes", f"<tool_call>{half}</tool_call>")
+    assert json.loads(arguments.encode()) == {"q": "a \ud83d é"}
+    for number in ("NaN", "-Infinity", "1e999"):
+        text = f'<tool_call>{{"name": "now", "arguments": {{"q": {number}}}}}</tool_call>'
+        assert calls_of("hermes", text) == [("content", text)]
+
+
 def test_llama_calls_are_the_answer_or_follow_the_python_tag():
     call, other = '{"name": "get_weather", "parameters": {"city": "Rome"}}', '{"name": "now", "parameters": {}}'
     assert calls_of("llama3_json", f"{call}; {other}") == [*ROME, *NOW]
