@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from common.text.processor import begun
@@ -18,6 +18,16 @@ from proxy.conversation.parts import AnswerPart, content
 Schemas = Mapping[str, Mapping[str, Any] | None]
 """Parameters of each tool, as a JSON schema, by the tool's name."""
 _BLANKS: Final = " \t\r\n"
+_TYPES: Final[dict[type, tuple[str, ...]]] = {
+    str: ("quoted string",),
+    int: ("integer", "number"),
+    float: ("number",),
+    bool: ("boolean",),
+    type(None): ("null",),
+    list: ("array",),
+    dict: ("object",),
+}
+"""Types of JSON schemas by those of Python. Text in quotes is itself, quotes included, where a schema takes strings."""
 
 
 class Malformed(Exception):
@@ -235,12 +245,23 @@ def _parsed(text: str) -> Any:
 def _value(schema: Mapping[str, Any], name: str, text: str) -> Any:
     properties = schema.get("properties")
     of_name = properties.get(name) if isinstance(properties, dict) else None
-    if isinstance(of_name, dict) and of_name.get("type") == "string":
-        return text
     try:
-        return _parsed(text)
+        value = _parsed(text)
     except Malformed:
         return text
+    return text if _allows(of_name, ("string",), text) and not _allows(of_name, _TYPES[type(value)], value) else value
+
+
+def _allows(schema: Any, types: Collection[str], value: Any) -> bool:
+    """Return whether a schema may allow the value, which is of all these types. Only types and enums are looked at."""
+    if not isinstance(schema, dict):
+        return True
+    if (named := schema.get("type")) is not None:
+        return any(one in types for one in (named if isinstance(named, list) else [named]))
+    for name in ("anyOf", "oneOf"):
+        if isinstance(schema.get(name), list):
+            return any(_allows(one, types, value) for one in schema[name])
+    return value in schema["enum"] if isinstance(schema.get("enum"), list) else True
 
 
 CALL_PARSERS: Final[dict[str, type[CallParser]]] = {

@@ -161,6 +161,30 @@ def test_xml_values_take_the_type_that_the_schema_gives_them():
     assert calls_of("qwen3_coder", text) == [("call", "get_weather"), ("arguments", '{"city": "17", "days": 3}')]
 
 
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "90210", "90210"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"type": ["string", "null"]}, "90210", "90210"),
+        ({"enum": ["1", "2"]}, "2", "2"),
+        ({"type": "string", "enum": ["1", "2"]}, "3", "3"),
+        ({"type": "string", "anyOf": [{"pattern": "."}]}, '"3"', '"3"'),
+        ({"oneOf": [{"type": "string"}, {"$ref": "#/$defs/zip"}]}, '{"a": 1}', {"a": 1}),
+        ({"anyOf": [{"type": "number"}, {"type": "null"}]}, "3", 3),
+        ({"type": ["string", "number"]}, "3", 3),
+        ({}, "3", 3),
+        ({}, '"3"', "3"),
+        ({}, "NaN", "NaN"),
+    ],
+)
+def test_xml_values_stay_text_where_the_schema_takes_text_and_not_what_it_reads_as(schema, text, value):
+    calls = CALL_PARSERS["qwen3_coder"]({"now": {"properties": {"zip": schema}}})
+    given = f"<tool_call><function=now><parameter=zip>{text}</parameter></function></tool_call>"
+    [_, (_, arguments)] = parts_of([given], None, calls)
+    assert json.loads(arguments) == {"zip": value}
+
+
 def test_reasoning_comes_first_without_the_blanks_around():
     def parts(text, opened=False):
         whole = parts_of([text], ThinkParser(opened=opened), None)
