@@ -33,18 +33,17 @@ async def responses(service: Service, context: RequestContext) -> AsyncGenerator
         raise renamed(error) from None
     response = _Response(service, body, chat, answer, int(context.created_s))
     async with aclosing(answer.source.deltas()) as deltas:
-        for event in response.begin() if body.stream else ():
-            yield response.sse(event)
         try:
             async for delta in deltas:
                 for event in response.events(delta):
                     if body.stream:
                         yield response.sse(event)
         except TriptychError as error:
-            if body.stream:
-                response.error = {"code": "server_error", "message": error.info.message}
+            known = renamed(error)
+            if response.num_events:
+                response.error = {"code": "server_error", "message": known.info.message}
                 yield response.sse({"type": "response.failed", "response": response.value()})
-            raise
+            raise known from None
     value = response.value()
     if response.is_kept:
         items = response.output.messages()
@@ -68,21 +67,19 @@ class _Response:
     id: str = field(default_factory=lambda: new_id("resp"))
     finish: str | None = None
     error: dict[str, Any] | None = None
-    _num_events: int = 0
+    num_events: int = 0
 
     def __post_init__(self) -> None:
         self.output = ResponseOutput(self.service.dialect)
 
     def sse(self, event: Event) -> Sse:
-        self._num_events += 1
-        return Sse({**event, "sequence_number": self._num_events - 1}, event["type"])
-
-    def begin(self) -> Iterator[Event]:
-        for name in ("created", "in_progress"):
-            yield {"type": f"response.{name}", "response": self.value()}
+        self.num_events += 1
+        return Sse({**event, "sequence_number": self.num_events - 1}, event["type"])
 
     def events(self, delta: Delta) -> Iterator[Event]:
-        """Add a delta to the output, and yield its events."""
+        """Add a delta to the output, and yield its events; those of a stream begin with the response's own."""
+        for name in ("created", "in_progress") if self.body.stream and not self.num_events else ():
+            yield {"type": f"response.{name}", "response": self.value()}
         for part in self.answer.parts(0, delta.text, final=delta.finish_reason is not None):
             yield from self.output.add(part)
         if delta.finish_reason is not None:

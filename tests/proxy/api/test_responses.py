@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from common.errors import ErrorInfo
-from common.messages import Encode, Generate
+from common.messages import Encode, Failed, Generate
 from proxy.conversation.store import ResponseStore
 from tests.proxy.api.test_tools import CALLS, TEMPLATE, answers, prompt
 from tests.proxy.sample_media import image_part as chat_image
@@ -134,12 +134,29 @@ async def test_a_cut_answer_is_incomplete(response_rig):
 
 
 async def test_a_failure_in_a_stream_is_told(response_rig):
-    response_rig.cluster.decoders[0].failure = ErrorInfo("internal_error", "broken")
+    decoder = response_rig.cluster.decoders[0]
+    decoder.pause_after = 1
     stream = await ask(response_rig, stream=True)
-    kinds = [(await anext(stream)).type for _ in range(3)]
-    assert kinds == ["response.created", "response.in_progress", "response.failed"]
-    with pytest.raises(openai.APIError):
+    while (await anext(stream)).type != "response.output_text.delta":
+        pass
+    generate = decoder.of(Generate)[-1]
+    broken = ErrorInfo("internal_error", "no room for messages", "messages")
+    await decoder.reply(decoder.proxies[0], Failed(generate.request_id, broken, generate.attempt))
+    failed = await anext(stream)
+    assert (failed.type, failed.response.error.message) == ("response.failed", "no room for input")
+    with pytest.raises(openai.APIError) as caught:
         await anext(stream)
+    assert caught.value.param == "input"
+    decoder.resume.set()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_error_before_the_first_token_has_its_status_and_the_name_of_the_field(response_rig, stream):
+    failure = ErrorInfo("context_length_exceeded", "too many tokens in messages", "messages")
+    response_rig.cluster.decoders[0].failure = failure
+    with pytest.raises(openai.BadRequestError, match="too many tokens in input") as caught:
+        await ask(response_rig, stream=stream)
+    assert caught.value.param == "input"
 
 
 async def test_kept_responses_are_continued_fetched_and_forgotten(response_rig):
