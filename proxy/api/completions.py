@@ -148,11 +148,13 @@ def _usage(answers: list[_CompletionAnswer]) -> Usage:
 def _begins(service: Service, body: CompletionRequest, jobs: Sequence[Job]) -> Begins:
     """Return what precedes the answers to each prompt: the echo of the decoder's text, and the prompts as processed."""
     given = decoder_prompts(body) if service.info.is_encoder_decoder else body.prompts
+    keep = service.max_model_len - 1 if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
     found: Begins = []
     for job, prompt in zip(jobs, given, strict=True):
-        echo = (
-            prompt if isinstance(prompt, str) else service.text.decode(job.prompt_token_ids, skip_special_tokens=False)
-        )
+        ids = job.prompt_token_ids
+        echo = service.text.decode(ids, skip_special_tokens=False)
+        if isinstance(prompt, str) and len(ids) != keep:
+            echo = prompt
         prompts = processed_prompts(service.text, job) if body.return_prompts else {}
         found.append((echo if body.echo else "", prompts))
     return found

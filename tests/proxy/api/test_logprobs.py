@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -78,6 +79,20 @@ async def test_echo_puts_the_prompt_before_the_answer_with_its_log_probabilities
         assert values["text_offset"][len(prompt)] == len("the prompt")
         assert "".join(values["tokens"][: len(prompt)]) == "the prompt"
     assert rig.cluster.decoders[0].of(Generate)[-1].sampling.prompt_logprobs == 1
+
+
+async def test_a_shortened_prompt_is_echoed_as_it_was_read(rig):
+    prompt = "one two three four five six seven"
+    body = {"prompt": prompt, "echo": True, "logprobs": 0, "truncate_prompt_tokens": 3}
+    (choice,) = (await rig.http.post("/v1/completions", json=body)).json()["choices"]
+    kept = rig.cluster.text.decode(rig.cluster.text.encode(prompt)[-3:])
+    assert choice["text"] == f"{kept}a red sign"
+    told = choice["logprobs"]
+    for token, (begin, end) in zip(told["tokens"], pairwise(told["text_offset"]), strict=False):
+        assert choice["text"][begin:end] == token
+    body["truncate_prompt_tokens"] = 100
+    (choice,) = (await rig.http.post("/v1/completions", json=body)).json()["choices"]
+    assert choice["text"] == f"{prompt}a red sign"
 
 
 async def test_a_prompt_can_be_scored_without_an_answer(rig):
