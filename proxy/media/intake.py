@@ -45,6 +45,7 @@ _CONTAINERS: Final[dict[tuple[bytes, bytes], tuple[MediaKind, str]]] = {
     (b"RIFF", b"WAVE"): ("audio", "wav"),
     (b"RF64", b"WAVE"): ("audio", "wav"),
     (b"FORM", b"AIFF"): ("audio", "aiff"),
+    (b"FORM", b"AIFC"): ("audio", "aiff"),
 }
 _PICTURE_BRANDS: Final = {
     b"avif": "avif",

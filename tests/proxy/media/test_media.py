@@ -194,6 +194,7 @@ def test_sniffing_knows_its_formats():
     assert sniff(b"\xff\xfb\x90\x00") == ("audio", "mp3")
     assert sniff(b"RIFF\0\0\0\0WEBPVP8 ") == ("image", "webp")
     assert sniff(b"RIFF\0\0\0\0AVI LIST") is None
+    assert sniff(b"FORM\0\0\0\0AIFFCOMM") == sniff(b"FORM\0\0\0\0AIFCFVER") == ("audio", "aiff")
     assert sniff(b"\0\0\0\x1cftypM4A \0\0\0\0") == ("audio", "mov,mp4,m4a,3gp,3g2,mj2")
     assert sniff(b"\x1aE\xdf\xa3\x9fB\x86\x81") == ("audio", "matroska,webm")
     assert sniff(b"\xff\xf1\x50\x80") == ("audio", "aac")
