@@ -242,10 +242,10 @@ def template_messages(messages: list[Message], with_media: bool) -> list[dict[st
 
 
 def _further(message: Message) -> dict[str, Any]:
-    """Return the fields of calls, results and reasoning for a chat template."""
-    found: dict[str, Any] = {}
+    """Return the speaker's name and the fields of calls, results and reasoning for a chat template."""
+    found: dict[str, Any] = {"name": message.name}
     if message.role == "tool":
-        found = {"tool_call_id": message.tool_call_id, "name": message.name}
+        found["tool_call_id"] = message.tool_call_id
     elif message.tool_calls:
         calls = message.tool_calls
         found["tool_calls"] = [

@@ -150,7 +150,7 @@ Content = Annotated[
 class Message(BaseModel):
     """Turn of a conversation. Only an assistant's turn may lack `content`.
 
-    An assistant's `reasoning_content` (of vLLM also `reasoning`) goes to the chat template.
+    The `name` goes to the chat template, as does an assistant's `reasoning_content` (of vLLM also `reasoning`).
     """
 
     model_config = ConfigDict(extra="allow")

@@ -183,6 +183,20 @@ async def test_a_conversation_is_continued_and_comes_back_as_processed(rig, stre
     assert answer.choices[0].prompt_token_ids == rig.cluster.text.encode("x")
 
 
+async def test_the_name_of_a_speaker_goes_to_the_template(serve, text_model):
+    template = "{% for m in messages %}{{ m.role }} {{ m.name }}: {{ m.content }} {% endfor %}"
+    messages = [
+        {"role": "system", "content": "Be brief.", "name": "rules"},
+        {"role": "user", "content": "Hot?", "name": "Ann"},
+        {"role": "assistant", "content": "Yes.", "name": "Bob"},
+        {"role": "user", "content": "Good."},
+    ]
+    async with serve(text_model.folder, encoders=0, chat_template=template) as rig:
+        tokens = (await rig.http.post("/tokenize", json={"messages": messages})).json()["tokens"]
+        told = rig.cluster.text.decode(tokens)
+    assert told == "system rules: Be brief. user Ann: Hot? assistant Bob: Yes. user : Good. "
+
+
 BAD_TEMPLATING = (
     ({"continue_final_message": True}, "continue_final_message"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
