@@ -342,5 +342,5 @@ def _transcribe(
         prompt="\n".join(filter(None, texts)) or None,
     )
     limit = body.max_completion_tokens or body.max_tokens
-    options = SpeechOptions(**told, token_limit=limit, priority=body.priority or 0)
+    options = SpeechOptions(**told, total_limit=limit, priority=body.priority or 0)
     return Speech(service, context, tickets, media[0], sampling, options)

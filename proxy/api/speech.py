@@ -38,10 +38,10 @@ class SpeechOptions:
     """Options of a transcription.
 
     `language` is detected by default; `prompt` is a hint for the first window, `token_ids` its decoder prompt as given;
-    `token_limit` counts per window, beside the limit of the decoder; `timestamps` divide windows into segments;
-    `details` add the model's confidence. `rules` silence windows without speech, and read bad ones again; with `live`
-    text is sent as it comes, and only silence is held back. `voice` leaves out what is no
-    speech; `words` are told with their times.
+    `token_limit` counts per window, beside the limit of the decoder, `total_limit` for all; `timestamps` divide windows
+    into segments; `details` add the model's confidence. `rules` silence windows without speech, and read bad ones
+    again; with `live` text is sent as it comes, and only silence is held back. `voice` leaves out what is no speech;
+    `words` are told with their times.
     """
 
     language: str | None = None
@@ -51,6 +51,7 @@ class SpeechOptions:
     token_ids: list[int] | None = None
     details: bool = False
     token_limit: int | None = None
+    total_limit: int | None = None
     priority: int = 0
     rules: Rules | None = None
     live: bool = False
@@ -138,6 +139,7 @@ class Speech:
     _windows: list[_Window] = field(default_factory=list)
     duration_s: float = 0.0
     _is_whole: bool = False  # the recording is the only window
+    _stopped: bool = False  # the window read last ended by a stop string or a stop token
 
     @property
     def text(self) -> str:
@@ -194,12 +196,30 @@ class Speech:
             self._windows = [_Window(window.start_s, window.end_s) for window in windows]
             joined = _Joined(self._windows)
             async with Merge[tuple[int, Delta]]() as merged:
-                for index, window in enumerate(windows):
-                    merged.start(self._transcribe, index, window, path, merged)
+                limit, stops = options.total_limit or math.inf, self._sampling.stop or self._sampling.stop_token_ids
+                if stops or limit < len(windows) * self._service.max_model_len:
+                    merged.start(self._in_turn, windows, path, merged)
+                else:
+                    for index, window in enumerate(windows):
+                        merged.start(self._transcribe, index, window, path, merged)
                 async for index, delta in merged:
                     for told in joined.push(index, delta):
                         yield told
             yield joined.end()
+
+    async def _in_turn(self, windows: list[Window], path: str, merged: Merge[tuple[int, Delta]]) -> None:
+        """Put the text of one window after another, up to a stop string, a stop token or the limit of all tokens."""
+        limit = self._options.total_limit
+        for index, window in enumerate(windows):
+            if limit is not None:
+                left = limit - self.usage.completion_tokens
+                if left <= 0:
+                    await merged.put((index, Delta("", "length")))
+                    return
+                self._options = replace(self._options, token_limit=left)
+            await self._transcribe(index, window, path, merged)
+            if self._stopped:
+                return
 
     async def _transcribe(self, index: int, window: Window, path: str, merged: Merge[tuple[int, Delta]]) -> None:
         """Put the text of a window, once its turn has come."""
@@ -221,6 +241,7 @@ class Speech:
                 finally:
                     ticket.release()
                 self.usage.add(generation.usage)
+                self._stopped = generation.is_stopped
                 result = self._windows[index] = replace(
                     self._windows[index],
                     temperature=generation.job.sampling.temperature,

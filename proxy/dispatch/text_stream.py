@@ -182,6 +182,13 @@ class TextStream:
         tokens = self.sequences[0].token_ids[self._num_forced :]
         return [token for token in tokens if token not in self._eos_token_ids]
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string or token of the request ended the first sequence, rather than an end of sequence."""
+        first = self.sequences[0]
+        ended = first.finish_reason == "stop" and not {*first.token_ids[-1:]} & {*self._eos_token_ids}
+        return ended or first.detokenizer.stopped
+
     def _visible(self, batch: Tokens) -> list[int]:
         """The tokens of a batch without a final stop token and without timestamps."""
         ids, timestamps = batch.token_ids, self.job.sampling.timestamps

@@ -185,6 +185,31 @@ async def test_a_long_recording_is_cut_where_it_is_quiet_and_joined_in_order(spe
     assert "".join(event.delta for event in events[:-1]) == "part 0 part 1 part 2" == events[-1].text
 
 
+async def test_a_chat_about_a_long_recording_is_one_choice_with_one_end_and_one_limit(speech_rig):
+    """Windows are read in turn where an earlier one may end the answer; a window's own end is none of the answer."""
+    decoder, text = speech_rig.cluster.decoders[0], speech_rig.cluster.text
+    decoder.answer = lambda message: " one two three"
+    words = text.encode(" one two three", add_special_tokens=False)
+    of_window = len(words) + 1  # and its end
+
+    async def ask(**fields):
+        before = len(decoder.of(Generate))
+        answer = await speech_rig.chat([audio_part(speech(70))], extra_body={"language": "en"}, **fields)
+        choice = answer.choices[0]
+        told = choice.message.content, choice.finish_reason, answer.usage.completion_tokens
+        return *told, len(decoder.of(Generate)) - before
+
+    whole = "one two three one two three one two three"
+    assert await ask() == (whole, "stop", 3 * of_window, 3)
+    assert await ask(max_tokens=3 * of_window) == (whole, "stop", 3 * of_window, 3)
+    content, *rest = await ask(stop=["two"])
+    assert (content, rest[0], rest[2]) == ("one ", "stop", 1)
+    for limit in (2, of_window, of_window + 2):
+        content, *rest = await ask(max_tokens=limit)
+        assert whole.startswith(content)
+        assert rest == ["length", limit, 1 + limit // (of_window + 1)]
+
+
 BAD_FORMS = (
     ({"language": "klingon"}, 400, "language"),
     ({"language": "deutsch"}, 400, "language"),
