@@ -12,6 +12,8 @@ from engine.models.config import TextConfig, read_text_config
 from engine.models.layers import Linear, RMSNorm, Rotary, rotate, silu_mul
 from engine.state.spec import DecoderSpec
 
+_NESTED_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text")
+"""Decoders of this architecture. Granite's tensors have the same names, but it scales what these do not."""
 LLAMA_LAYOUT = CheckpointLayout(
     prefixes={"model.": "", "lm_head.": "lm_head."},
     ignored=("rotary_emb.inv_freq",),
@@ -48,6 +50,9 @@ CHECKPOINT_PARTS = {
 
 def build(info: ModelInfo) -> LlamaDecoder:
     """Make the decoder of a model folder. Raises ValueError for an unsupported configuration."""
+    kind = (info.config.get("text_config") or {}).get("model_type")
+    if kind is not None and kind not in _NESTED_TYPES:
+        raise ValueError(f"text_config.model_type {kind!r} is not supported; supported: {', '.join(_NESTED_TYPES)}")
     layout = MULTIMODAL_LAYOUT if info.media_kind else LLAMA_LAYOUT
     return LlamaDecoder(read_text_config(info), max_model_len=info.max_model_len, layout=layout)
 

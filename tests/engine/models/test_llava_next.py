@@ -20,7 +20,7 @@ from engine import processors
 from engine.models.base import EncoderModel
 from engine.processors import ProcessedInput
 from engine.processors.llava_next import LlavaNextProcessor
-from tests.engine.models.dense import edit_json
+from tests.engine.models.dense import decoder_of, edit_json
 from tests.engine.models.encoders import assert_bfloat16_close, assert_outputs_equal, encoder_of, pictures
 from tests.equality.processors import expand, make_processor
 from tests.media_files import encoded, noise
@@ -77,3 +77,11 @@ def test_a_preprocessor_unknown_to_transformers_is_refused(tmp_path: Path) -> No
     edit_json(folder / "preprocessor_config.json", lambda json: {**json, "image_processor_type": "NoImageProcessor"})
     with pytest.raises(TriptychError, match=r"preprocessor .* cannot be used"):
         processors.init_worker(str(folder), "float32")
+
+
+def test_a_text_model_that_only_shares_the_names_of_llama_is_refused(tmp_path: Path) -> None:
+    folder = make_llava_next(tmp_path / "model")
+    granite = {"model_type": "granite", "embedding_multiplier": 12.0, "logits_scaling": 8.0}
+    edit_json(folder / "config.json", lambda json: {**json, "text_config": {**json["text_config"], **granite}})
+    with pytest.raises(TriptychError, match=r"text_config\.model_type 'granite' is not supported; supported: llama"):
+        decoder_of(folder)
