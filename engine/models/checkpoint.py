@@ -6,6 +6,7 @@ model runs from 4 KiB pages.
 
 from __future__ import annotations
 
+import os
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -84,6 +85,18 @@ class Checkpoint:
         _read_exactly(file, out.view(-1), entry)
         self.read_bytes += entry.size_bytes
         return out
+
+    def are_equal(self, one: str, other: str) -> bool:
+        """Return whether two tensors agree in dtype, shape and every byte. Stops reading at the first difference."""
+        first, second = self.entries[one], self.entries[other]
+        if (first.dtype, first.shape) != (second.dtype, second.shape):
+            return False
+        for start in range(0, first.size_bytes, _STAGING_BYTES):
+            size = min(_STAGING_BYTES, first.size_bytes - start)
+            ours, theirs = (os.pread(self._open(e.path).fileno(), size, e.offset + start) for e in (first, second))
+            if ours != theirs:
+                return False
+        return True
 
     def _open(self, path: Path) -> FileIO:
         if path not in self._files:

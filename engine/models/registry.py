@@ -16,7 +16,7 @@ from common.model_info import ModelInfo
 from engine.models.base import DecoderModel, EncoderModel, LoadReport, fused_sources
 from engine.models.layers import Linear
 from engine.models.loading.dummy import draw_weights
-from engine.models.loading.loader import load_weights
+from engine.models.loading.loader import has_own_head, load_weights
 from engine.models.loading.skeleton import without_memory
 from engine.models.quantised.weight import SmallWeight, quantise_int8
 
@@ -38,15 +38,18 @@ def load_decoder(
 ) -> tuple[DecoderModel, LoadReport]:
     """Load the decoder of a model, without encoder weights; random weights with the load format "dummy".
 
-    With `as_int8`, the weights of its linear layers become 8-bit integers. An output head that is the embedding gets a
-    copy of its own: the embedding stays exact. Raises TriptychError("model_not_found") for a wrong or unsupported
-    configuration, CheckpointError where the weights do not fit. Both name the fault.
+    An output head in the checkpoint that is not the embedding is loaded, whatever config.json says. With `as_int8`, the
+    weights of linear layers become 8-bit integers. A head that is the embedding gets a copy: the embedding stays exact.
+    Raises TriptychError("model_not_found") for a wrong or unsupported configuration, CheckpointError where the weights
+    do not fit. Both name the fault.
     """
     model = make_decoder(info)
     if load_format == "dummy":
         report = draw_weights(model, device, dtype)
         return model, (replace(report, parameter_bytes=_quantise(model)) if as_int8 else report)
-    tied = () if "lm_head.weight" in dict(model.named_parameters()) else ("lm_head.weight",)
+    if model.lm_head is None and has_own_head(info, model.layout):
+        model.lm_head = Linear(model.spec.hidden_size, model.spec.vocab_size, bias=False, device="meta")
+    tied = ("lm_head.weight",) if model.lm_head is None else ()
     report = load_weights(model, model.sources(), model.layout, info, device, dtype, unused=tied, as_int8=as_int8)
     return model, (replace(report, parameter_bytes=_quantise(model)) if as_int8 else report)
 

@@ -66,6 +66,14 @@ def load_weights(
     )
 
 
+def has_own_head(info: ModelInfo, layout: CheckpointLayout) -> bool:
+    """Return whether the checkpoint holds an output head that differs from the embedding, which it holds, too."""
+    with Checkpoint(info.folder) as checkpoint:
+        names = _local_names(checkpoint, layout)
+        pair = [names[name] for name in ("lm_head.weight", "embed_tokens.weight") if name in names]
+        return len(pair) == 2 and not checkpoint.are_equal(*pair)
+
+
 class _SmallWeights:
     """The weights of linear layers that are kept small."""
 

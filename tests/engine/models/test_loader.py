@@ -18,6 +18,7 @@ from engine.models.base import LoadReport
 from engine.models.checkpoint_index import CheckpointError
 from engine.models.registry import load_decoder, load_encoder
 from tests.engine.models.dense import decoder_of, logits_of
+from tests.engine.models.test_decoders import assert_equal_logits, transformers_logits
 
 CPU = torch.device("cpu")
 INPUT_IDS = torch.arange(20)
@@ -83,14 +84,32 @@ def test_whisper_loads_without_the_outer_prefix(whisper: Path, tmp_path: Path) -
     assert load_both(folder)[1].read_bytes == load_both(whisper)[1].read_bytes
 
 
-@pytest.mark.parametrize(("family", "head"), [("llama", "lm_head.weight"), ("whisper", "proj_out.weight")])
-def test_a_tied_head_in_the_file_is_not_read(
-    family: str, head: str, tmp_path: Path, request: pytest.FixtureRequest
+@pytest.mark.parametrize(
+    ("family", "head", "embedding"),
+    [
+        ("llama", "lm_head.weight", "model.embed_tokens.weight"),
+        ("whisper", "proj_out.weight", "model.decoder.embed_tokens.weight"),
+    ],
+)
+def test_a_head_beside_a_tied_embedding_is_read_only_where_it_differs(
+    family: str, head: str, embedding: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    original: Path = request.getfixturevalue(family)
-    folder = rewritten(original, tmp_path / "headed", lambda tensors: {**tensors, head: torch.zeros(3, 3)})
-    report = load_decoder(load_model_info(str(folder)), CPU, torch.float32)[1]
-    assert head not in report.names
+    for differs in (False, True):
+        folder = rewritten(
+            request.getfixturevalue(family),
+            tmp_path / str(differs),
+            lambda tensors, differs=differs: {**tensors, head: tensors[embedding] + 0.5 * differs},  # type: ignore[misc]
+        )
+        report = load_decoder(load_model_info(str(folder)), CPU, torch.float32)[1]
+        assert (head in report.names) == differs
+
+
+def test_a_head_that_config_json_calls_tied_and_is_not_counts_as_in_transformers(llama: Path, tmp_path: Path) -> None:
+    def add_head(tensors: Tensors) -> Tensors:
+        return {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].flip(0)}
+
+    folder = rewritten(llama, tmp_path / "untied", add_head)
+    assert_equal_logits(logits_of(decoder_of(folder), INPUT_IDS), transformers_logits(folder, INPUT_IDS))
 
 
 def test_an_untied_head_is_read(qwen2: Path) -> None:
