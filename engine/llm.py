@@ -266,7 +266,7 @@ class LLM:
             self.text,
             known[len(params.prefix_allowed) :],
             language=language,
-            task=options.get("task", "transcribe"),
+            task=options["task"],
             duration_s=len(samples) / rate,
         )
         prompt: TokensPrompt = {"prompt_token_ids": ids, "multi_modal_data": {"audio": audio}}

@@ -2,10 +2,10 @@
 
     [<|startofprev|> earlier text] <|startoftranscript|> [<|en|> <|transcribe|>] <|notimestamps|>
 
-English-only checkpoints know no language and no task tokens. Where a multilingual checkpoint is not told the
-language, the prompt ends after <|startoftranscript|> and the rest is generated under constraint: the first token is
-the most likely language, the others are forced (`SamplingParams.prefix_allowed`). With timestamps <|notimestamps|> is
-left out, and the answer follows Whisper's rules for them. Never imports torch.
+English-only checkpoints know no language and no task tokens. Where neither the caller nor generation_config.json tells
+a multilingual checkpoint the language, the prompt ends after <|startoftranscript|> and the rest is generated under
+constraint: the first token is the most likely language, the others are forced (`SamplingParams.prefix_allowed`). With
+timestamps <|notimestamps|> is left out, and the answer follows Whisper's rules for them. Never imports torch.
 """
 
 from __future__ import annotations
@@ -60,12 +60,14 @@ def options(
 ) -> dict[str, Any]:
     """Return the arguments of `build`, from a decoder prompt (text or token ids) where one is given.
 
-    Raises TriptychError("invalid_request") for a decoder prompt beside `language` or `prompt`, and for one that breaks
-    the rules at the top of this module; the language and the task of a multilingual checkpoint must be there. Text
+    A language and a task that nobody tells are those of generation_config.json, where it has any. Raises
+    TriptychError("invalid_request") for a decoder prompt beside `language` or `prompt`, and for one that breaks the
+    rules at the top of this module; the language and the task of a multilingual checkpoint must be there. Text
     after the control tokens, the beginning of the transcript, needs <|notimestamps|>.
     """
     if decoder_prompt is None:
-        return {"language": language, "prompt": prompt, **others}
+        usual_language, usual_task = _usual(info)
+        return {"language": language or usual_language, "prompt": prompt, "task": usual_task or "transcribe", **others}
     for name, value in (("language", language), ("prompt", prompt)):
         if value:
             raise invalid(f"decoder_prompt holds all that the decoder is told: leave {name} out", name)
@@ -182,6 +184,19 @@ def detected_language(info: ModelInfo, token_ids: list[int]) -> str | None:
     """Return the language code at the begin of a generation under `prefix_allowed`; None without a code."""
     codes = {token: name.strip("<|>") for name, token in info.generation.get("lang_to_id", {}).items()}
     return codes.get(token_ids[0]) if token_ids else None
+
+
+def _usual(info: ModelInfo) -> tuple[str | None, Task | None]:
+    """Return the language and the task that generation_config.json names; the older forced ids only without both."""
+    if not is_multilingual(info):
+        return None, None
+    rules = info.generation
+    language, task = rules.get("language"), rules.get("task")
+    if language is None and task is None:
+        forced = dict(rules.get("forced_decoder_ids") or info.config.get("forced_decoder_ids") or ())
+        names = {token: name for name, token in {**rules["lang_to_id"], **rules["task_to_id"]}.items()}
+        language, task = names.get(forced.get(1)), names.get(forced.get(2))
+    return language and language.strip("<|>"), task
 
 
 def _language_and_task(info: ModelInfo, language: str | None, task: Task) -> list[tuple[int, ...]]:

@@ -359,7 +359,10 @@ class Session:
         tickets = service.join_line(context, "media")
         try:
             item = await service.intake.of_bytes("audio", out.getvalue(), "audio")
-            options = SpeechOptions(wished.language, wished.prompt, rules=rules)
+            told = whisper_prompt.options(
+                service.info, service.text, decoder_prompt=None, language=wished.language, prompt=wished.prompt
+            )
+            options = SpeechOptions(**told, rules=rules)
             sampling = TranscriptionForm().sampling(service)
             speech = Speech(service, context, tickets, item, sampling, options)
             async with aclosing(speech.deltas()) as deltas:

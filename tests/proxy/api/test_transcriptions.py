@@ -334,6 +334,29 @@ def test_windows_cover_a_recording_without_gaps_in_any_container():
             assert abs(len(part) - (window.end - window.start)) < 3000
 
 
+@pytest.mark.parametrize(
+    ("generation", "told"),
+    [
+        ({"language": "german"}, ("<|de|>", "<|transcribe|>")),
+        ({"language": "<|de|>", "task": "translate"}, ("<|de|>", "<|translate|>")),
+        ({"forced_decoder_ids": [[1, "<|de|>"], [2, "<|translate|>"]]}, ("<|de|>", "<|translate|>")),
+        ({"language": "de", "forced_decoder_ids": [[1, "<|fr|>"], [2, "<|translate|>"]]}, ("<|de|>", "<|transcribe|>")),
+    ],
+)
+def test_language_and_task_of_the_checkpoint_hold_where_nobody_tells_others(whisper_model, generation, told):
+    text = TextProcessor(whisper_model)
+    id_of = text.tokenizer.token_to_id
+    forced = [[place, id_of(token)] for place, token in generation.get("forced_decoder_ids", ())]
+    generation = {**whisper_model.generation, **generation, "forced_decoder_ids": forced or None}
+    info = dataclasses.replace(whisper_model, generation=generation)
+    options = whisper_prompt.options(info, text, decoder_prompt=None)
+    ids, fields = whisper_prompt.build(info, text, **options)
+    assert ids[1:3] == [id_of(token) for token in told]
+    assert fields["prefix_allowed"] == ()
+    asked = whisper_prompt.options(info, text, decoder_prompt=None, language="fr", task="transcribe")
+    assert whisper_prompt.build(info, text, **asked)[0][1:3] == [id_of("<|fr|>"), id_of("<|transcribe|>")]
+
+
 def test_english_only_checkpoints_have_no_language(whisper_model):
     generation = {**whisper_model.generation, "is_multilingual": False}
     english = dataclasses.replace(whisper_model, generation=generation)
