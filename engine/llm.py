@@ -324,7 +324,7 @@ class LLM:
         """
         parsed, media = self._parse(prompt)
         token_ids = parsed.prompt_token_ids
-        params = with_checkpoint_rules(self.info, params, parsed.num_forced_tokens)
+        params = with_checkpoint_rules(self.info, params, parsed)
         if params.bad_words:
             ids = bad_words_ids(self.text, params.bad_words)
             params = msgspec.structs.replace(params, bad_words_ids=(*params.bad_words_ids, *ids))

@@ -156,16 +156,20 @@ def preprocess_decoder_prompt(info: ModelInfo, token_ids: Sequence[int] | None) 
     return [*token_ids] if present else [start, *token_ids]
 
 
-def with_checkpoint_rules(info: ModelInfo, params: SamplingParams, num_forced_tokens: int = 0) -> SamplingParams:
+def with_checkpoint_rules(info: ModelInfo, params: SamplingParams, parsed: ParsedPrompt) -> SamplingParams:
     """Return the parameters with gaps filled by the checkpoint's own rules of generation: the last token of a sequence
-    of full length, and the longest repetition. `transformers` applies both by default, and counts the
-    `num_forced_tokens` at the end of a default prompt as generated."""
-    rules: dict[str, Any] = {"num_forced_tokens": num_forced_tokens} if num_forced_tokens else {}
+    of full length, the longest repetition, and the least length. `transformers` applies them by default; it counts the
+    prompt into `min_length`, and the forced tokens of a default prompt as generated."""
+    rules: dict[str, Any] = {"num_forced_tokens": parsed.num_forced_tokens} if parsed.num_forced_tokens else {}
     forced_eos, ngram_size = _rule(info, "forced_eos_token_id"), _rule(info, "no_repeat_ngram_size")
     if forced_eos is not None and params.forced_eos_token_id is None:
         rules["forced_eos_token_id"] = int(forced_eos[0] if isinstance(forced_eos, list) else forced_eos)
     if ngram_size and not params.no_repeat_ngram_size:
         rules["no_repeat_ngram_size"] = int(ngram_size)
+    least, new = _rule(info, "min_length") or 0, _rule(info, "min_new_tokens")
+    least = least - len(parsed.prompt_token_ids) if new is None else new - parsed.num_forced_tokens
+    if least > 0 and not params.min_tokens:
+        rules["min_tokens"] = min(int(least), params.max_tokens)
     return msgspec.structs.replace(params, **rules) if rules else params
 
 

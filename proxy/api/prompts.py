@@ -125,7 +125,7 @@ async def job_of_pair(
     if body.truncate_prompt_tokens is not None:
         raise unsupported("truncate_prompt_tokens", body.truncate_prompt_tokens)
     parsed, item = await asyncio.to_thread(_parse_pair, service, prompts, own, media)
-    params = with_checkpoint_rules(service.info, sampling(len(parsed.prompt_token_ids)), parsed.num_forced_tokens)
+    params = with_checkpoint_rules(service.info, sampling(len(parsed.prompt_token_ids)), parsed)
     return Job(
         request_id,
         parsed.prompt_token_ids,

@@ -33,6 +33,7 @@ from tests import tiny_models
 from tests.tiny import encdec
 
 TEXT = "The rain in spain falls mainly on the"
+UNFORCED, FORCED = ParsedPrompt([2]), ParsedPrompt([2, 0], num_forced_tokens=1)
 Parse = Callable[[Any], ParsedPrompt]
 Rewrite = Callable[..., ModelInfo]
 
@@ -184,12 +185,12 @@ def test_the_forced_first_token_goes_before_bos(changed: Rewrite) -> None:
 def test_config_json_is_asked_where_there_is_no_generation_config(changed: Rewrite) -> None:
     old = changed({}, decoder_start_token_id=8, forced_bos_token_id=6, forced_eos_token_id=4, no_repeat_ngram_size=3)
     assert preprocess_decoder_prompt(old, None) == [8, 6]
-    params = with_checkpoint_rules(old, SamplingParams())
+    params = with_checkpoint_rules(old, SamplingParams(), UNFORCED)
     assert (params.forced_eos_token_id, params.no_repeat_ngram_size) == (4, 3)
     # As transformers: rules in config.json do not count where there is a generation_config.json.
     new = changed({"bos_token_id": 0}, decoder_start_token_id=8, forced_bos_token_id=6, forced_eos_token_id=4)
     assert preprocess_decoder_prompt(new, None) == [8, 0]
-    assert with_checkpoint_rules(new, SamplingParams()) == SamplingParams()
+    assert with_checkpoint_rules(new, SamplingParams(), UNFORCED) == SamplingParams()
 
 
 def test_a_checkpoint_without_a_start_token_begins_with_bos_or_says_so(changed: Rewrite) -> None:
@@ -202,9 +203,26 @@ def test_a_checkpoint_without_a_start_token_begins_with_bos_or_says_so(changed: 
 def test_what_a_request_says_goes_before_the_checkpoints_rules(changed: Rewrite) -> None:
     info = changed({"forced_eos_token_id": [2, 3], "no_repeat_ngram_size": 3})
     given = SamplingParams(forced_eos_token_id=7, no_repeat_ngram_size=5, max_tokens=9)
-    assert with_checkpoint_rules(info, given) == given
-    filled = with_checkpoint_rules(info, SamplingParams(max_tokens=9))
+    assert with_checkpoint_rules(info, given, UNFORCED) == given
+    filled = with_checkpoint_rules(info, SamplingParams(max_tokens=9), UNFORCED)
     assert filled == SamplingParams(max_tokens=9, forced_eos_token_id=2, no_repeat_ngram_size=3)
+
+
+@pytest.mark.parametrize(
+    ("rules", "given", "expected"),
+    [
+        ({"min_length": 12}, {}, 10),
+        ({"min_length": 12}, {"min_tokens": 3}, 3),
+        ({"min_length": 12}, {"max_tokens": 4}, 4),
+        ({"min_length": 2}, {}, 0),
+        ({"min_new_tokens": 12, "min_length": 50}, {}, 11),
+    ],
+)
+def test_the_least_length_of_the_checkpoint_counts_as_in_transformers(
+    changed: Rewrite, rules: dict[str, int], given: dict[str, int], expected: int
+) -> None:
+    params = SamplingParams(**{"max_tokens": 99, **given})
+    assert with_checkpoint_rules(changed(rules), params, FORCED).min_tokens == expected
 
 
 def test_a_decoder_only_model_takes_texts_and_tokens(parser: Callable[[str], Parse]) -> None:

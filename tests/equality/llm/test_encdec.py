@@ -164,6 +164,20 @@ def test_the_rules_of_the_checkpoint_are_those_of_transformers(tmp_path: Path) -
     assert [output.outputs[0].token_ids for output in unruled] != [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.parametrize("rules", [{"min_length": 12}, {"min_new_tokens": 12}], ids=str)
+def test_the_least_length_of_the_checkpoint_is_that_of_transformers(tmp_path: Path, rules: dict[str, int]) -> None:
+    eager = {"forced_bos_token_id": encdec.BOS, "eos_token_id": list(range(60, 264))}  # would end most answers early
+    folder = encdec.make_bart(tmp_path / "bart", generation={**eager, **rules})
+    llm, reference = LLM(folder, max_num_batched_tokens=16), Reference(folder)
+    outputs = llm.generate(text_prompts(6), SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
+    for output in outputs:
+        theirs = reference.model.generate(
+            torch.tensor([output.encoder_prompt_token_ids]), max_new_tokens=MAX_TOKENS + 1, do_sample=False
+        )[0].tolist()
+        assert theirs[len(output.prompt_token_ids) :] == output.outputs[0].token_ids
+    assert min(len(output.outputs[0].token_ids) for output in outputs) == (11 if "min_length" in rules else 12)
+
+
 def test_a_clip_is_the_encoder_prompt_of_whisper(folder_of: FolderOf, cases_of: CasesOf) -> None:
     llm, case = LLM(folder_of("whisper")), cases_of("whisper")[0]
     audio = {"multi_modal_data": {"audio": case.media[0]}}
