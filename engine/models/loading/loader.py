@@ -43,7 +43,7 @@ def load_weights(
         names = _local_names(checkpoint, layout)
         small = _SmallWeights(checkpoint, names, info, as_int8=as_int8)
         layers = {f"{name}.weight": layer for name, layer in module.named_modules() if isinstance(layer, Linear)}
-        _check_names(names, _replaced(sources, layers, small), unused, info)
+        _check_names(checkpoint, names, _replaced(sources, layers, small), unused, info)
         state, small_bytes = {}, 0
         for number, (name, parts) in enumerate(sources.items()):
             if 10 * number // len(sources) > 10 * (number - 1) // len(sources):
@@ -122,18 +122,27 @@ def _local_names(checkpoint: Checkpoint, layout: CheckpointLayout) -> dict[str, 
     return {ours: name for ours, name in local if ours is not None}
 
 
-def _check_names(names: dict[str, str], sources: Sources, unused: tuple[str, ...], info: ModelInfo) -> None:
+def _check_names(
+    checkpoint: Checkpoint, names: dict[str, str], sources: Sources, unused: tuple[str, ...], info: ModelInfo
+) -> None:
     needed = {part for parts in sources.values() for part in parts if isinstance(part, str)}
+    surplus = names.keys() - needed - set(unused)
     if info.quantisation is not None:
-        unused = (*unused, *(name for name in names if name.endswith(UNREAD)))
+        surplus = {ours for ours in surplus if not ours.endswith(UNREAD) and not _adds_nothing(checkpoint, names, ours)}
     missing = sorted(needed - names.keys())
-    unknown = sorted(names[ours] for ours in names.keys() - needed - set(unused))
+    unknown = sorted(names[ours] for ours in surplus)
     if missing or unknown:
         raise CheckpointError(
             f"the weights in {info.folder} are not those of {info.architecture} as its config.json describes it: "
             f"missing {_listed(missing)}; unexpected {_listed(unknown)}"
             f"{_ONLY_LINEAR if any(map(is_quantised, unknown)) else ''}"
         )
+
+
+def _adds_nothing(checkpoint: Checkpoint, names: dict[str, str], ours: str) -> bool:
+    """Return whether a tensor is a bias of zeros, which older AutoGPTQ writes for layers without a bias."""
+    base, _, role = ours.rpartition(".")
+    return role == "bias" and f"{base}.qweight" in names and not checkpoint.read(names[ours]).any()
 
 
 def _load_parameter(

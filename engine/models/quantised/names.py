@@ -11,7 +11,7 @@ from engine.models.checkpoint_index import CheckpointError
 _SCALES: Final = ("scales", "weight_scale", "weight_scale_inv")
 _PACKED: Final = ("qweight", "qzeros", "g_idx")
 _TENSORS: Final = (*_PACKED, "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx")
-UNREAD: Final = (".input_scale", ".input_zero_point", ".k_scale", ".v_scale")
+UNREAD: Final = (".input_scale", ".input_zero_point", ".k_scale", ".v_scale", ".kv_scale")
 """Endings of what quantises activations and caches, which keep the dtype of the model here."""
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -95,11 +96,28 @@ def test_scales_of_activations_and_caches_are_not_read(llama: Path, input_ids: t
     def pack(base: str, weight: Array) -> tuple[Tensors, Array]:
         tensors, values = fp8(base, weight, per_row=False)
         scale = tensors[f"{base}.weight_scale"]
-        return {**tensors, f"{base}.input_scale": scale, f"{base.replace('_proj', '')}.k_scale": scale}, values
+        attention = base.rpartition(".")[0]
+        others = {f"{base}.input_scale", f"{base.replace('_proj', '')}.k_scale", f"{attention}.kv_scale"}
+        return {**tensors, **dict.fromkeys(others, scale)}, values
 
     exact = quantise_folder(llama, tmp_path / "model", FORMATS["fp8"][0], pack, ())
     got, expected = (logits_of(decoder_of(folder), input_ids) for folder in (tmp_path / "model", exact))
     assert torch.equal(got.argmax(-1), expected.argmax(-1))
+
+
+def test_biases_of_zeros_that_older_autogptq_writes_are_passed_over(
+    llama: Path, input_ids: torch.Tensor, tmp_path: Path
+) -> None:
+    def pack(base: str, weight: Array, value: float) -> tuple[Tensors, Array]:
+        tensors, values = gptq(base, weight)
+        return {**tensors, f"{base}.bias": np.full(len(weight), value, np.float16)}, values
+
+    exact = quantise_folder(llama, tmp_path / "model", FORMATS["gptq"][0], partial(pack, value=0.0), ())
+    got, expected = (logits_of(decoder_of(folder), input_ids) for folder in (tmp_path / "model", exact))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    quantise_folder(llama, tmp_path / "biased", FORMATS["gptq"][0], partial(pack, value=0.5), ())
+    with pytest.raises(CheckpointError, match=r"unexpected model\.layers\.0\.mlp\.down_proj\.bias"):
+        decoder_of(tmp_path / "biased")
 
 
 @pytest.mark.parametrize(
