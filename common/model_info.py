@@ -183,6 +183,7 @@ def is_hub_id(model: str) -> bool:
 class ModelInfo:
     """A model folder, read once. `config` and `generation` are the unchanged JSON files.
 
+    `preprocessor` are the settings for images or audio: of processor_config.json, else of preprocessor_config.json.
     `adapters` are the folders of the LoRA adapters served with the model, by name.
     """
 
@@ -322,11 +323,13 @@ def load_model_info(model: str, lora_modules: Sequence[str] = ()) -> ModelInfo:
     architecture = str([*(config.get("architectures") or ()), "(none given)"][0])
     family = find_family(architecture)
     read_quantisation(config, name)  # refuses what is not supported
+    part = "feature_extractor" if family.media_kind == "audio" else "image_processor"
+    nested = read_json(folder / "processor_config.json").get(part)
     generation, preprocessor = (read_json(folder / f"{kind}_config.json") for kind in ("generation", "preprocessor"))
     adapters = _find_adapters(lora_modules)
     if adapters and family.cross_attention:
         raise invalid(f"{name} has cross-attention: LoRA adapters are for decoders without it", "lora_modules")
-    return ModelInfo(folder, name, architecture, family, config, generation, preprocessor, adapters)
+    return ModelInfo(folder, name, architecture, family, config, generation, nested or preprocessor, adapters)
 
 
 def _find_adapters(modules: Sequence[str]) -> dict[str, Path]:

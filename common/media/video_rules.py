@@ -307,4 +307,5 @@ def _read_frame_rules(info: ModelInfo) -> FrameRules:
 def video_json(info: ModelInfo) -> dict[str, Any]:
     """Return the settings of the video processor, found where transformers finds them."""
     nested = read_json(info.folder / "processor_config.json").get("video_processor")
-    return nested or read_json(info.folder / "video_preprocessor_config.json") or info.preprocessor
+    alone, of_images = (read_json(info.folder / f"{kind}preprocessor_config.json") for kind in ("video_", ""))
+    return nested or alone or of_images

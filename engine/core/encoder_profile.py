@@ -24,7 +24,7 @@ from common.text.prompts import encode_tokens, join_media
 from engine.device.memory_profiler import PeakMemory, extrapolate, one_layer_of_each_stack, release_free_memory
 from engine.media.log_mel import LogMelSettings
 from engine.models.base import EncoderModel
-from engine.processors import ITEM_BYTES, AudioProcessor, ProcessedInput, Processor, make_processor, preprocessor_json
+from engine.processors import ITEM_BYTES, AudioProcessor, ProcessedInput, Processor, make_processor
 
 TIME_S: Final = 0.2
 """After this only the first layer is computed to its end, and nothing is encoded beyond `LEAST_SIZES`."""
@@ -114,7 +114,7 @@ def _media(info: ModelInfo, processor: Processor) -> list[Callable[[], bytes]]:
     if info.media_kind == "image":
         return [partial(_picture, side) for side in SIDES]
     if info.media_kind == "audio":
-        settings = LogMelSettings.from_json(preprocessor_json(info, "feature_extractor"))
+        settings = LogMelSettings.from_json(info.preprocessor)
         longest = cast(AudioProcessor, processor).max_seconds
         shorter = SECONDS if longest > settings.chunk_length else ()
         return [partial(_silence, settings.sampling_rate, int(seconds)) for seconds in (*shorter, longest)]

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from common.errors import TriptychError
 from common.messages import InputLayout
-from common.model_info import ModelInfo, load_model_info, read_json
+from common.model_info import ModelInfo, load_model_info
 
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -109,8 +109,3 @@ def process(kind: str, media: bytes) -> ProcessedInput:
     arrays, layout, shape = processor(media)
     size_bytes = math.prod(shape) * ITEM_BYTES[_worker.dtype]
     return ProcessedInput(arrays, layout, shape, _worker.dtype, size_bytes)
-
-
-def preprocessor_json(info: ModelInfo, part: str) -> dict[str, Any]:
-    """Return preprocessor_config.json, or the equivalent part of processor_config.json."""
-    return info.preprocessor or read_json(info.folder / "processor_config.json").get(part) or {}

@@ -11,7 +11,6 @@ from common.messages import InputLayout
 from common.model_info import ModelInfo
 from common.text.prompts import check_encoder_prompt, split_media
 from engine.media.image import decode_image
-from engine.processors import preprocessor_json
 from engine.processors.llava import CropSettings, image_to_square
 
 _STAGES: Final = {"patch_size": (7, 3, 3, 3), "patch_stride": (4, 2, 2, 2), "patch_padding": (3, 1, 1, 1)}
@@ -26,7 +25,7 @@ class Florence2Processor:
 
     def __init__(self, info: ModelInfo) -> None:
         self._info = info
-        self._settings = CropSettings.from_json(preprocessor_json(info, "image_processor"))
+        self._settings = CropSettings.from_json(info.preprocessor)
         self._width = int(info.text_config["d_model"])
         stages = [info.config["vision_config"].get(name) or default for name, default in _STAGES.items()]
         height, width = self._settings.output_size

@@ -9,7 +9,6 @@ from __future__ import annotations
 from PIL import Image
 
 from common.model_info import ModelInfo
-from engine.processors import preprocessor_json
 from engine.processors.llava import CropSettings, FixedSizeImages
 
 
@@ -17,7 +16,7 @@ class Gemma3Processor(FixedSizeImages):
     """The placeholder becomes `mm_tokens_per_image` tokens."""
 
     def __init__(self, info: ModelInfo) -> None:
-        json = preprocessor_json(info, "image_processor")
+        json = info.preprocessor
         if json.get("do_pan_and_scan"):
             raise ValueError("do_pan_and_scan is not supported: set it to false")
         json = {"resample": Image.Resampling.BILINEAR, **json, "image_processor_type": "SiglipImageProcessor"}

@@ -19,7 +19,6 @@ from common.media.video_rules import FAKE, LONGEST_EDGE, scaled_size, tokens_per
 from common.messages import InputLayout
 from common.model_info import ModelInfo
 from engine.media.image import HALVES, PixelSettings, decode_image, require_steps, to_planes
-from engine.processors import preprocessor_json
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class Idefics3Processor:
     kind = "image"
 
     def __init__(self, info: ModelInfo) -> None:
-        self.settings = PieceSettings.from_json(preprocessor_json(info, "image_processor"))
+        self.settings = PieceSettings.from_json(info.preprocessor)
         self.hidden_size = int(info.text_config["hidden_size"])
         self.token_id = int(info.config["image_token_id"])
         self.tokens_per_piece = tokens_per_piece(info, self.settings.piece_size)

@@ -17,7 +17,6 @@ from common.errors import TriptychError
 from common.messages import InputLayout
 from common.model_info import ModelInfo
 from engine.media.image import CLIP_MEAN, CLIP_STD, HALVES, PixelSettings, decode_image, require_steps, to_planes
-from engine.processors import preprocessor_json
 
 MAX_RESIZED_PIXELS = 90_000_000
 """The shortest edge is resized to a fixed length: an image of one row would grow without bound."""
@@ -144,5 +143,5 @@ class LlavaProcessor(FixedSizeImages):
             raise ValueError(f"vision tower {tower!r} is not supported; supported: {', '.join(CLASS_TOKENS)}")
         cropped = info.config.get("vision_feature_select_strategy", "default") == "default"
         num_patches = (int(vision["image_size"]) // int(vision["patch_size"])) ** 2
-        settings = CropSettings.from_json(preprocessor_json(info, "image_processor"))
+        settings = CropSettings.from_json(info.preprocessor)
         super().__init__(info, settings, num_patches + CLASS_TOKENS[tower] - cropped)

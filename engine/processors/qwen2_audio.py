@@ -12,7 +12,6 @@ from common.messages import InputLayout
 from common.model_info import ModelInfo
 from engine.media.audio import decode_audio
 from engine.media.log_mel import LogMel, LogMelSettings
-from engine.processors import preprocessor_json
 
 
 class Qwen2AudioProcessor:
@@ -21,7 +20,7 @@ class Qwen2AudioProcessor:
     kind = "audio"
 
     def __init__(self, info: ModelInfo) -> None:
-        self._settings = LogMelSettings.from_json(preprocessor_json(info, "feature_extractor"))
+        self._settings = LogMelSettings.from_json(info.preprocessor)
         self.max_seconds = float(self._settings.chunk_length)
         self._log_mel = LogMel(self._settings)
         self._token_id = int(info.config["audio_token_index"])

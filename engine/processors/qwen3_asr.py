@@ -11,7 +11,6 @@ from common.messages import InputLayout
 from common.model_info import ModelInfo
 from engine.media.audio import decode_audio
 from engine.media.log_mel import LogMel, LogMelSettings
-from engine.processors import preprocessor_json
 
 MAX_SECONDS: Final = 600.0
 """Limit of a clip, which is decoded and transformed in one piece."""
@@ -28,7 +27,7 @@ class Qwen3ASRProcessor:
     max_seconds = MAX_SECONDS
 
     def __init__(self, info: ModelInfo) -> None:
-        json = preprocessor_json(info, "feature_extractor")
+        json = info.preprocessor
         self._settings = LogMelSettings.from_json({"feature_size": 128, **json})
         self._log_mel = LogMel(self._settings)
         self._min_samples = int(json.get("min_length", _MIN_SAMPLES))

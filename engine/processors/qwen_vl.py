@@ -19,7 +19,6 @@ from common.media.video_rules import fit
 from common.messages import InputLayout
 from common.model_info import ModelInfo
 from engine.media.image import PixelSettings, decode_image, require_steps
-from engine.processors import preprocessor_json
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class QwenVLProcessor:
     kind = "image"
 
     def __init__(self, info: ModelInfo) -> None:
-        self._settings = PatchSettings.from_json(preprocessor_json(info, "image_processor"))
+        self._settings = PatchSettings.from_json(info.preprocessor)
         vision = info.config["vision_config"]
         num_deepstack = len(vision.get("deepstack_visual_indexes") or ())  # Qwen3-VL's further outputs
         self.width = (1 + num_deepstack) * int(info.text_config["hidden_size"])

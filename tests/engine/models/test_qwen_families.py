@@ -14,16 +14,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoFeatureExtractor,
+    AutoImageProcessor,
     Qwen2AudioForConditionalGeneration,
     Qwen2VLForConditionalGeneration,
     Qwen3VLForConditionalGeneration,
 )
 
 from common.errors import TriptychError
+from common.media.video_rules import read_rules
 from common.model_info import load_model_info
 from engine import processors
 from engine.models.config import read_text_config
-from engine.processors import ProcessedInput
+from engine.processors import ProcessedInput, make_processor
 from engine.processors.qwen2_audio import num_output_tokens
 from engine.state.inputs import EncoderRows
 from tests.engine.models.dense import DenseAttention, decoder_of, edit_json, logits_of
@@ -265,6 +267,18 @@ def test_qwen2_vl_as_published(folders: Folders, tmp_path: Path, input_ids: torc
     assert {"visual.merger.ln_q.weight", "model.layers.0.self_attn.q_proj.bias"} <= names.keys()
     assert decoder_of(folder).spec.mrope_section == (2, 3, 3)
     assert_same_model(folder, folders["qwen2_vl"], input_ids)
+
+
+def test_settings_in_processor_config_go_before_an_older_file_beside_it(folders: Folders, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folders["qwen2_vl"], tmp_path / "model"))
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    smaller = {**settings, "min_pixels": 28 * 28, "max_pixels": 56 * 84}
+    (folder / "processor_config.json").write_text(json.dumps({"image_processor": smaller}))
+    info, image = load_model_info(str(folder)), noise(300, 200)
+    theirs = AutoImageProcessor.from_pretrained(folder, backend="pil")(images=[image], return_tensors="np")
+    assert len(theirs["pixel_values"]) == 24
+    assert np.array_equal(make_processor(info)(encoded(image))[0]["pixel_values"], theirs["pixel_values"])
+    assert read_rules(info).image_pixels == 56 * 84
 
 
 def test_qwen2_vl_as_transformers_saves_it_today(folders: Folders, tmp_path: Path, input_ids: torch.Tensor) -> None:
