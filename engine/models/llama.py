@@ -35,6 +35,7 @@ MULTIMODAL_LAYOUT = CheckpointLayout(
         "model.audio_tower.",
         "model.multi_modal_projector.",
         "model.connector.",
+        "model.image_newline",
     ),
     ignored=("rotary_emb.inv_freq",),
 )

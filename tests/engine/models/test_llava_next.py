@@ -22,6 +22,7 @@ from engine.processors import ProcessedInput
 from engine.processors.llava_next import LlavaNextProcessor
 from tests.engine.models.dense import decoder_of, edit_json
 from tests.engine.models.encoders import assert_bfloat16_close, assert_outputs_equal, encoder_of, pictures
+from tests.engine.models.test_loader import load_both, rewritten
 from tests.equality.processors import expand, make_processor
 from tests.media_files import encoded, noise
 from tests.tiny.llava import make_llava_next
@@ -77,6 +78,18 @@ def test_a_preprocessor_unknown_to_transformers_is_refused(tmp_path: Path) -> No
     edit_json(folder / "preprocessor_config.json", lambda json: {**json, "image_processor_type": "NoImageProcessor"})
     with pytest.raises(TriptychError, match=r"preprocessor .* cannot be used"):
         processors.init_worker(str(folder), "float32")
+
+
+def test_a_checkpoint_under_the_names_of_todays_modules_is_shared_out(folder: Path, tmp_path: Path) -> None:
+    def renamed(name: str) -> str:
+        if name.startswith("language_model."):
+            return name.replace("language_model.lm_head", "lm_head").replace(
+                "language_model.model", "model.language_model"
+            )
+        return f"model.{name}"
+
+    other = rewritten(folder, tmp_path / "model", lambda tensors: {renamed(name): t for name, t in tensors.items()})
+    assert [one.read_bytes for one in load_both(other)] == [one.read_bytes for one in load_both(folder)]
 
 
 def test_a_text_model_that_only_shares_the_names_of_llama_is_refused(tmp_path: Path) -> None:
