@@ -53,7 +53,7 @@ def options(
     info: ModelInfo,
     text: TextProcessor,
     *,
-    decoder_prompt: str | list[int] | None,
+    decoder_prompt: str | list[int] | None = None,
     language: str | None = None,
     prompt: str | None = None,
     **others: Any,

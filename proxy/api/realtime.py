@@ -359,9 +359,7 @@ class Session:
         tickets = service.join_line(context, "media")
         try:
             item = await service.intake.of_bytes("audio", out.getvalue(), "audio")
-            told = whisper_prompt.options(
-                service.info, service.text, decoder_prompt=None, language=wished.language, prompt=wished.prompt
-            )
+            told = whisper_prompt.options(service.info, service.text, language=wished.language, prompt=wished.prompt)
             options = SpeechOptions(**told, rules=rules)
             sampling = TranscriptionForm().sampling(service)
             speech = Speech(service, context, tickets, item, sampling, options)

@@ -349,11 +349,11 @@ def test_language_and_task_of_the_checkpoint_hold_where_nobody_tells_others(whis
     forced = [[place, id_of(token)] for place, token in generation.get("forced_decoder_ids", ())]
     generation = {**whisper_model.generation, **generation, "forced_decoder_ids": forced or None}
     info = dataclasses.replace(whisper_model, generation=generation)
-    options = whisper_prompt.options(info, text, decoder_prompt=None)
+    options = whisper_prompt.options(info, text)
     ids, fields = whisper_prompt.build(info, text, **options)
     assert ids[1:3] == [id_of(token) for token in told]
     assert fields["prefix_allowed"] == ()
-    asked = whisper_prompt.options(info, text, decoder_prompt=None, language="fr", task="transcribe")
+    asked = whisper_prompt.options(info, text, language="fr", task="transcribe")
     assert whisper_prompt.build(info, text, **asked)[0][1:3] == [id_of("<|fr|>"), id_of("<|transcribe|>")]
 
 
