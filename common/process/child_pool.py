@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar, cast
 
 from common.errors import TriptychError
 from common.process import malloc
@@ -66,7 +66,7 @@ class ChildPool:
         """Return once all processes are initialized. Raises TriptychError("unavailable") after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
-                await asyncio.gather(*map(asyncio.wrap_future, self._warming))
+                await asyncio.shield(asyncio.gather(*map(asyncio.wrap_future, self._warming)))
         except (TimeoutError, BrokenProcessPool) as error:
             message = f"the {self._work} processes did not come up within {timeout_s:g} s: {error!r}"
             raise TriptychError("unavailable", message) from error
@@ -95,6 +95,10 @@ class ChildPool:
     def _kill(self, executor: ProcessPoolExecutor) -> None:
         for child in list((executor._processes or {}).values()):  # shutdown would wait for them
             child.kill()
+        # A process that dies within a result leaves the thread that reads it waiting for the rest, for as long as any
+        # end to write to is open.
+        if (results := executor._result_queue) is not None:
+            cast(Any, results)._writer.close()
 
     async def _acquire(self, num_slots: int) -> None:
         """Wait for `num_slots` slots; only a single caller at a time may wait for several."""
@@ -129,7 +133,7 @@ class ChildPool:
         started_s = loop.time()
         work.add_done_callback(lambda _: self._end_item(loop, overdue, num_slots))
         try:
-            return await asyncio.wrap_future(work)
+            return await asyncio.shield(asyncio.wrap_future(work))  # an executor cannot end with cancelled items in it
         except BrokenProcessPool as error:
             if loop.time() - started_s >= self._timeout_s:
                 message = f"{self._work} {item} took longer than {self._timeout_s:g} s"

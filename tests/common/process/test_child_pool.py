@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,43 @@ async def test_one_who_gives_up_while_it_waits_to_be_alone_keeps_nobody_else_wai
         others = [pool.run("another", wait_for, str(go), str(begun)) for _ in range(2)]
         assert await asyncio.gather(*others) == ["done", "done"]
         assert pool.num_waiting == 0
+    finally:
+        pool.close()
+
+
+def die_within_the_result(begun: str) -> bytes:
+    """Have this process killed, as by the system when memory runs out, when all but a byte of its result is sent."""
+
+    def send_most(connection: Connection, data: bytes) -> None:
+        os.write(connection.fileno(), bytes(data)[:-1])
+        Path(begun).write_text("begun")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Connection._send = send_most  # type: ignore[attr-defined]
+    return b"result"
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+async def test_a_process_killed_within_its_result_holds_no_slot_for_longer_than_an_item_may_take(
+    num_workers: int, begun: Path
+) -> None:
+    """The thread that reads results has begun to read the rest, which never comes, and looks after nothing else."""
+    pool = ChildPool(begin, (), work="reading", num_workers=num_workers, timeout_s=2.0, memory_bytes=2**30)
+    try:
+        await pool.warm_up(60.0)
+        async with asyncio.timeout(60.0):
+            killed = asyncio.create_task(pool.run("killed", die_within_the_result, str(begun)))
+            await eventually(lambda: begun.read_text() == "begun", 60.0)
+            given_up = asyncio.create_task(
+                pool.run("given up", os.getpid)
+            )  # waits, within the pool where there is room
+            await asyncio.sleep(0)
+            given_up.cancel()
+            with pytest.raises(TriptychError, match="killed took longer"):
+                await killed
+            good = [pool.run("good", os.cpu_count) for _ in range(num_workers)]
+            assert await asyncio.gather(*good) == [os.cpu_count()] * num_workers
+            assert pool.num_crashes == 1
     finally:
         pool.close()
 
