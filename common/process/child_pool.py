@@ -27,6 +27,8 @@ from common.telemetry import get_logger
 
 MEDIA_NICENESS: Final = 10
 """Of threads that work on media: decoders on the same cores come first. A tenth of a contested core is left."""
+START_S: Final = 30.0
+"""How much longer an item may take in processes that are still starting."""
 P = ParamSpec("P")
 T = TypeVar("T")
 log = get_logger()
@@ -48,8 +50,8 @@ class ChildPool:
     ) -> None:
         """Start the processes. Each begins with `initialize(*arguments)`; `work` names the pool's task in messages.
 
-        `timeout_s` bounds an item from its start, `memory_bytes` its memory beyond an idle process. `on_crash` is
-        called on the loop when a process has died, or has taken too long.
+        `timeout_s` bounds an item from its start, beside the start of its process; `memory_bytes` bounds its memory
+        beyond an idle process. `on_crash` is called on the loop when a process has died, or has taken too long.
         """
         self._initializer = (memory_bytes, os.getpid(), initialize, arguments)
         self._work = work
@@ -129,14 +131,16 @@ class ChildPool:
             raise
         # Slot and time limit belong to the work, not to its caller, who may give up long before the process does.
         loop = asyncio.get_running_loop()
-        overdue = loop.call_later(self._timeout_s, self._rebuild, executor)
+        is_warm = all(future.done() for future in self._warming)
+        limit_s = self._timeout_s if is_warm else self._timeout_s + START_S
+        overdue = loop.call_later(limit_s, self._rebuild, executor)
         started_s = loop.time()
         work.add_done_callback(lambda _: self._end_item(loop, overdue, num_slots))
         try:
             return await asyncio.shield(asyncio.wrap_future(work))  # an executor cannot end with cancelled items in it
         except BrokenProcessPool as error:
-            if loop.time() - started_s >= self._timeout_s:
-                message = f"{self._work} {item} took longer than {self._timeout_s:g} s"
+            if loop.time() - started_s >= limit_s:
+                message = f"{self._work} {item} took longer than {limit_s:g} s"
                 raise TriptychError("bad_media", message) from error
             self._rebuild(executor)
             raise

@@ -20,6 +20,10 @@ from tests.eventually import eventually
 def begin() -> None: ...
 
 
+def begin_slowly() -> None:
+    time.sleep(1.0)
+
+
 def crash() -> None:
     os._exit(1)
 
@@ -113,6 +117,18 @@ async def test_a_process_killed_within_its_result_holds_no_slot_for_longer_than_
             good = [pool.run("good", os.cpu_count) for _ in range(num_workers)]
             assert await asyncio.gather(*good) == [os.cpu_count()] * num_workers
             assert pool.num_crashes == 1
+    finally:
+        pool.close()
+
+
+async def test_processes_may_take_longer_to_start_than_an_item_to_end() -> None:
+    """Else no item would outlive the start that follows a crash, and none would ever end."""
+    pool = ChildPool(begin_slowly, (), work="reading", num_workers=1, timeout_s=0.7, memory_bytes=2**30)
+    try:
+        await pool.warm_up(60.0)
+        os.kill(await pool.run("idle", os.getpid), signal.SIGKILL)
+        assert await pool.run("good", os.cpu_count) == os.cpu_count()
+        assert pool.num_crashes == 1
     finally:
         pool.close()
 
