@@ -206,13 +206,13 @@ class WorkerProcess:
             record = make_record(self._context, role, self._http.port, self._drain)
             group.create_task(self._watchdog.watch())
             await role.start(record)
-            await self._reader.open()
+            await wait_until_reachable(self._reading, BROKER_WAIT_S, self._reader.open)  # loading may take minutes
             for coroutine in (self._context.channels.run(), self._reader.run(role.handle_delivery), *role.tasks()):
                 group.create_task(coroutine)
             group.create_task(self._receive_requests())
             group.create_task(self._watch_proxies())
             self._on_loaded()
-            await self._membership.join(record)
+            await wait_until_reachable(self._redis, BROKER_WAIT_S, lambda: self._membership.join(record))
             if not self._drain.requested:
                 self._marker.remove()  # left by the switch to this role
             log.info("ready", role=role.role, http=record.http_address, requests=record.requests_address)

@@ -215,8 +215,10 @@ def _certificate_fault(error: BaseException) -> TriptychError | None:
     return TriptychError("unavailable", f"the broker's certificate is refused: {why} ssl_ca_certs in the URL", "broker")
 
 
-async def wait_until_reachable(redis: Redis, timeout_s: float) -> None:
-    """Return once the server answers.
+async def wait_until_reachable(
+    redis: Redis, timeout_s: float, call: Callable[[], Awaitable[object]] | None = None
+) -> None:
+    """Return once the server answers: PING, or all that `call` asks, which must bear repetition.
 
     Raises TriptychError("unavailable"): after `timeout_s`, and at once for a refusal or an untrusted certificate.
     """
@@ -225,7 +227,7 @@ async def wait_until_reachable(redis: Redis, timeout_s: float) -> None:
         async with asyncio.timeout(timeout_s):
             while True:
                 try:
-                    await redis.ping()
+                    await (redis.ping() if call is None else call())
                     return
                 except REFUSALS as error:
                     raise refused(error) from error

@@ -19,6 +19,7 @@ import zmq.asyncio
 from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
+from broker.cluster.redis_client import connect
 from broker.cluster.registry import HEARTBEAT_S, Registry
 from broker.cluster.rpc import WorkerClient
 from broker.handoff.channels import ChannelName, Delivery
@@ -161,6 +162,31 @@ async def test_it_is_ready_once_loaded_and_registered(broker_url: str, redis: Re
         assert (await running.get("/ready")).status_code == 200
         assert record.http_address == f"http://127.0.0.1:{running.shell._http.port}"
         assert (record.role, record.dtype) == ("prefill_decode", "float32")
+
+
+@pytest.mark.parametrize("moment", ["before its channels", "before its entry"])
+async def test_a_worker_whose_broker_is_away_as_it_has_loaded_waits_for_it(
+    broker_url: str, redis: Redis, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    monkeypatch.setattr("services.worker_process.connect", lambda url, retries=0: connect(url, retries=0))
+    with stallable(broker_url) as (cable, url):
+        async with worker(url, redis, may_load=False) as running:
+
+            def lose_the_broker() -> None:
+                cable.set("reset")
+                asyncio.get_running_loop().call_later(0.5, cable.set, "pass")
+
+            async def start(own: InstanceRecord) -> None:
+                lose_the_broker()
+
+            if moment == "before its channels":
+                monkeypatch.setattr(running.role, "start", start)
+            else:
+                monkeypatch.setattr(running.shell, "_on_loaded", lose_the_broker)
+            running.role.may_load.set()
+            await eventually(lambda: running.shell.ready() is None or running.task.done(), 10.0)
+            assert not running.task.done()
+            assert await running.registry.get("w0") is not None
 
 
 async def test_metrics_hold_the_engines_numbers(broker_url: str, redis: Redis) -> None:
