@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import errno
 import os
 import secrets
 import socket
@@ -21,6 +22,9 @@ from common.telemetry import get_logger
 MAX_PACKET_BYTES: Final = 96 * 2**10
 MAX_FDS: Final = 4
 BACKLOG: Final = 128
+NO_DESCRIPTORS_S: Final = 1.0
+"""Pause of a listener in a process, or a system, that has no descriptors or memory left for another peer."""
+_EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _FDS_BYTES: Final = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
 _CLOSE_ON_EXEC, _NO_SIGNAL = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_NOSIGNAL)  # enums cost a microsecond each
 _TRUNCATED: Final = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
@@ -61,7 +65,11 @@ class SameUserListener:
         self._on_refused = on_refused
         self._loop = asyncio.get_running_loop()
         self._socket = listen(self.name)
-        self._loop.add_reader(self._socket, self._accept)
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._socket.fileno() >= 0:  # not closed meanwhile
+            self._loop.add_reader(self._socket, self._accept)
 
     def close(self) -> None:
         """Stop accepting. Idempotent."""
@@ -72,7 +80,10 @@ class SameUserListener:
     def _accept(self) -> None:
         try:
             connected, _ = self._socket.accept()
-        except OSError:  # it has left again, or there are no descriptors: the next one tries anew
+        except OSError as error:  # it has left again
+            if error.errno in _EXHAUSTED:  # or it stays, and the loop would do nothing but ask again
+                self._loop.remove_reader(self._socket)
+                self._loop.call_later(NO_DESCRIPTORS_S, self._begin)
             return
         connected.setblocking(False)
         credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
