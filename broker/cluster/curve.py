@@ -1,4 +1,4 @@
-"""ZMQ sockets for members of the cluster only: CURVE encrypts, ZAP admits.
+"""ZMQ sockets for members of the cluster only: CURVE encrypts, ZAP admits, and a vanished host is noticed.
 
     context = ClusterContext(ClusterKey.of(settings))     one per process; without a key everything stays plain
     socket = context.socket(zmq.ROUTER)
@@ -31,6 +31,13 @@ HANDSHAKE_MS: Final = 5000
 """An unproven connection is closed after so long."""
 OVERHEAD_BYTES: Final = 64
 """Most bytes that encryption adds to a frame."""
+CONNECT_TIMEOUT_MS: Final = 2000
+"""Of one try to connect. By itself the kernel decides, and may wait for as long again as the network was cut."""
+KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 10, 5, 4
+"""An idle connection to a host that has vanished ends after 30 s; by itself the kernel takes two hours."""
+UNACKNOWLEDGED_MS: Final = 60_000
+"""Longest wait for the other side to take bytes; by itself the kernel takes a quarter of an hour. Peers may well read
+slowly, or pause: longer than a step of a handoff."""
 _DOMAIN: Final = "triptych"
 
 
@@ -82,7 +89,7 @@ class ClusterContext(zmq.asyncio.Context):
 
 def secure_listener(socket: zmq.Socket[Any]) -> None:
     """Let only members of the cluster connect. Call before `bind`, on the loop. Without a key sockets stay plain."""
-    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    _limit_waits(socket)
     context = socket.context
     if not isinstance(context, ClusterContext) or context.server is None:
         return
@@ -96,10 +103,20 @@ def secure_listener(socket: zmq.Socket[Any]) -> None:
 
 def secure_client(socket: zmq.Socket[Any]) -> None:
     """Connect to members of the cluster only. Call before `connect`. Without a key the socket stays plain."""
-    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    _limit_waits(socket)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
+    socket.setsockopt(zmq.TCP_MAXRT, UNACKNOWLEDGED_MS)
     context = socket.context
     if not isinstance(context, ClusterContext) or context.server is None or context.client is None:
         return
     socket.setsockopt(zmq.CURVE_SERVERKEY, context.server.public)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, context.client.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, context.client.secret)
+
+
+def _limit_waits(socket: zmq.Socket[Any]) -> None:
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_INTERVAL_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)

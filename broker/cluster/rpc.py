@@ -39,8 +39,6 @@ QUEUE_MESSAGES = 100_000
 """Small messages that may wait for one peer before it counts as gone."""
 QUEUE_REQUESTS = 4_096
 """Requests (with media) that may wait for one worker."""
-CONNECT_TIMEOUT_MS: Final = 2000
-"""Of one try to connect. By itself the kernel decides, and may wait for as long again as the network was cut."""
 MAX_TO_WORKER_BYTES: Final = MAX_MEDIA_BYTES + MAX_CONTROL_BYTES
 MAX_FROM_WORKER_BYTES: Final = MAX_CONTROL_BYTES
 
@@ -157,7 +155,6 @@ class WorkerClient:
         self._socket.setsockopt(zmq.SNDHWM, QUEUE_REQUESTS)
         self._socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FROM_WORKER_BYTES + OVERHEAD_BYTES)
-        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
         secure_client(self._socket)
         self._watch(self._socket)
         self._socket.connect(address)
@@ -213,7 +210,6 @@ def _too_large(what: str, message: ToWorker | FromWorker, size_bytes: int, limit
 
 def _set_common_options(socket: zmq.asyncio.Socket) -> None:
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)  # a peer whose host vanished is noticed without TCP's minutes
