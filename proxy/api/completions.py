@@ -151,10 +151,10 @@ def _begins(service: Service, body: CompletionRequest, jobs: Sequence[Job]) -> B
     keep = service.max_model_len - 1 if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
     found: Begins = []
     for job, prompt in zip(jobs, given, strict=True):
-        ids = job.prompt_token_ids
-        echo = service.text.decode(ids, skip_special_tokens=False)
-        if isinstance(prompt, str) and len(ids) != keep:
+        ids, echo = job.prompt_token_ids, ""
+        if body.echo and isinstance(prompt, str) and len(ids) != keep:
             echo = prompt
-        prompts = processed_prompts(service.text, job) if body.return_prompts else {}
-        found.append((echo if body.echo else "", prompts))
+        elif body.echo:
+            echo = service.text.decode(ids, skip_special_tokens=False)
+        found.append((echo, processed_prompts(service.text, job) if body.return_prompts else {}))
     return found
