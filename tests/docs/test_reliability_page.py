@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.cluster import registry
+from broker.cluster import curve, registry
 from broker.cluster.redis_client import SOCKET_TIMEOUT_S
 from broker.handoff.channels import STREAM_TTL_S, ChannelSender
 from broker.transports import routes
@@ -15,6 +15,7 @@ from broker.transports.nixl import sender as nixl_sender
 from broker.transports.nixl import wire as nixl_wire
 from broker.transports.redis import wire as redis_wire
 from common.config import Settings
+from common.process import child_pool
 from engine.handoff import early_offers
 from launch.cluster.supervisor import START_TIMEOUT_S, STOP_GRACE_S
 from proxy.dispatch import worker_pool as workers
@@ -58,6 +59,9 @@ def bounds(wait: str) -> str:
         ("the receiver of an output", worker_context.LOOKUP_S),
         ("the broker, for a starting worker", shell.BROKER_WAIT_S),
         ("an encoder's preprocessing helpers", encoding.POOL_START_S),
+        ("preprocessing helpers that start again", child_pool.START_S),
+        ("a host that has vanished", curve.KEEPALIVE_IDLE_S + curve.KEEPALIVE_INTERVAL_S * curve.KEEPALIVE_PROBES),
+        ("a host that has vanished", curve.UNACKNOWLEDGED_MS / 1000),
         ("an encoder's work on an item", encoding.KEEP_S),
         ("a model, until loaded", START_TIMEOUT_S),
         ("the broker, for a leaving worker", departure.ANNOUNCE_S),
