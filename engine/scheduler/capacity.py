@@ -6,13 +6,14 @@ until the blocks are given up for another request, so nothing here is remembered
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as ListOf
 from collections.abc import Set as AbstractSet
 
 from common.errors import ErrorInfo
 from engine.cache.block_manager import BlockManager
 from engine.state.prefix import extend_hashes
-from engine.state.request import InputState, Request, RequestInput
+from engine.state.request import InputState, Request, RequestInput, Sequence
 
 
 class Capacity:
@@ -61,7 +62,7 @@ class Capacity:
             return True
         return all(item.usable or self._cache_lookup.covers(request, item) for item in request.inputs)
 
-    def has_place(self, request: Request, wanted: int, givers: Sequence[Request] = ()) -> bool:
+    def has_place(self, request: Request, wanted: int, givers: ListOf[Request] = ()) -> bool:
         """Return True if slots, blocks and an adapter's place are free for a waiting request and the next `wanted`
         tokens, or would be without the `givers`."""
         holders = [other for other in (*self._running, *self._reserved) if other not in givers]
@@ -81,9 +82,8 @@ class Capacity:
             return self._missing_to_go_on(request, wanted, released)
         prefix = self._cache_lookup.prefix(request)
         num_tokens = len(prefix) * self._blocks.block_size + wanted
-        shared = len(request.prompt) // self._blocks.block_size
-        siblings = sum(self._blocks.blocks_for(len(one.token_ids)) - shared for one in request.sequences[1:])
-        return siblings + self._blocks.missing_blocks(
+        left = (len(one.token_ids) - self._cache_lookup.num_shared_tokens(one) for one in request.sequences[1:])
+        return sum(map(self._blocks.blocks_for, left)) + self._blocks.missing_blocks(
             num_tokens, request.num_encoder_tokens, request.encoder_content, prefix, released
         )
 
@@ -153,6 +153,12 @@ class CacheLookup:
             return []
         hashes = extend_hashes(request, request.sequences[0], request.num_reusable_tokens, self._blocks.block_size)
         return hashes[: self._blocks.match_prefix(hashes)]
+
+    def num_shared_tokens(self, sequence: Sequence) -> int:
+        """Return how many tokens a sequence without a table takes over from a sibling: those of the prompt's full
+        blocks. At least one token is left to compute."""
+        size = self._blocks.block_size
+        return max(0, min(len(sequence.request.prompt), len(sequence.token_ids) - 1)) // size * size
 
     def covers_cross(self, request: Request) -> bool:
         return request.cross_attention and request.inputs_are_known and self._blocks.has_cross(request.encoder_content)

@@ -212,8 +212,7 @@ class DecoderScheduler:
     def _begin_sibling(self, request: Request, sequence: Sequence) -> None:
         """Give a table to a sequence without blocks: share the prompt's full blocks with a sibling, or wait until a
         sibling has computed the prompt."""
-        shared = len(request.prompt) // self.blocks.block_size
-        num_shared_tokens = shared * self.blocks.block_size
+        num_shared_tokens = self.cache_lookup.num_shared_tokens(sequence)
         siblings = [one for one in request.sequences if one.sequence_id in self.blocks.tables]
         if not siblings:  # the one that had the prompt has ended: this one computes it, with the inputs it needs again
             if not request.cross_attention:
@@ -222,6 +221,7 @@ class DecoderScheduler:
             return
         parent = next((one for one in siblings if one.num_computed_tokens >= num_shared_tokens), None)
         if parent is not None:
+            shared = num_shared_tokens // self.blocks.block_size
             self.blocks.fork(parent.sequence_id, sequence.sequence_id, shared)
             sequence.num_computed_tokens = num_shared_tokens
             sequence.num_remembered = min(parent.num_remembered, shared)

@@ -297,7 +297,7 @@ class Request:
 
     @property
     def num_reusable_tokens(self) -> int:
-        """Number of tokens of the first sequence allowed from the prefix cache; at least a token is left to compute.
+        """Number of tokens of the first sequence allowed from the prefix cache; each has at least a token to compute.
 
         Of several sequences only the prompt: each computes what stands in the block after its last full one, so that an
         input there is needed, though the first sequence were found to have it.
@@ -306,7 +306,7 @@ class Request:
             return max(0, self.num_handoff_tokens - 1)
         if self.awaits_kv:
             return self.num_handoff_tokens
-        most = len(self.sequences[0].token_ids) - 1
+        most = min(len(sequence.token_ids) for sequence in self.sequences) - 1
         return most if len(self.sequences) == 1 else min(most, len(self.prompt))
 
     @property

@@ -144,6 +144,32 @@ def test_resumed_sequences_go_on_as_if_nothing_had_happened(
     assert {index for name, index in driver.tokens if name == "r"} == set(known)
 
 
+@pytest.mark.parametrize("num_blocks", [None, 6], ids=["roomy", "tight"])
+def test_a_resumed_sequence_without_tokens_starts_where_the_prompt_fills_its_blocks(
+    tiny_llama: ModelInfo, num_blocks: int | None
+) -> None:
+    job = text("r", 8, sampled(8, n=2, temperature=1.2))
+    whole = run(make_engine(tiny_llama), [job], watch=False).tokens
+    known = {0: whole["r", 0][:3], 1: []}
+    driver = resume(tiny_llama, job, known, **({} if num_blocks is None else {"num_blocks": num_blocks}))
+    assert {index: tokens + driver.tokens["r", index] for index, tokens in known.items()} == {
+        index: whole["r", index] for index in known
+    }
+
+
+def test_a_picture_in_the_block_that_a_sequence_without_tokens_computes_is_asked_for(tiny_vision: ModelInfo) -> None:
+    """The first sequence, which has tokens, would find the block in the prefix cache."""
+    token_ids = [*text_tokens(1, 2), tiny_vision.placeholder_token_id or 0, *text_tokens(3, 2)]
+    job = Job("r", token_ids, sampled(12, n=2), [("cat", 4)])
+    engine = make_engine(tiny_vision)
+    whole = run(engine, [job]).tokens
+    engine.cache.reserve("other", engine.cache.capacity_bytes, ("other", 0))  # the encoder's output is gone
+    engine.cache.release("other", ("other", 0))
+    driver = Driver(engine)
+    driver.add(replace(job, resumed=[Resumed(0, whole["r", 0][:6]), Resumed(1, [])]))
+    assert driver.finish() == {("r", 0): whole["r", 0][6:], ("r", 1): whole["r", 1]}
+
+
 def test_resumed_sequences_over_a_clip(tiny_speech: ModelInfo) -> None:
     job = clip_job(tiny_speech, "r", n=3)
     whole = run(make_engine(tiny_speech), [job], watch=False).tokens
