@@ -219,6 +219,23 @@ def test_the_log_probabilities_of_a_prompt_are_told_once_even_if_it_is_computed_
     assert [len(logprobs) for logprobs in told if logprobs] == [length]
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_log_probabilities_of_a_prompt_are_told_once_of_resumed_sequences(
+    tiny_llama: ModelInfo, *, ahead: bool
+) -> None:
+    """The rows of a sibling may be selected before the tokens in flight are told, and with them the prompt's."""
+    job = text("r", 9, sampled(12, n=2, prompt_logprobs=1))
+    whole = run(make_engine(tiny_llama), [job], watch=False).tokens
+    known = {0: whole["r", 0][:6], 1: whole["r", 1][:3]}
+    driver = resume(tiny_llama, job, known, max_num_batched_tokens=9, async_scheduling=ahead)
+    assert not driver.failures
+    assert {index: tokens + driver.tokens["r", index] for index, tokens in known.items()} == {
+        index: whole["r", index] for index in known
+    }
+    told = [event.prompt_logprobs for event in driver.events if isinstance(event, Tokens)]
+    assert [len(logprobs) for logprobs in told if logprobs] == [9]
+
+
 @pytest.mark.parametrize(
     "fields",
     [{"allowed_token_ids": (7,), "bad_words_ids": ((7,),)}, {"length_penalty": -5.0, "max_tokens": 80}],
