@@ -27,6 +27,7 @@ from engine.sampling.beam import BeamSearch, Hypothesis
 from engine.sampling.logprobs import describe_tokens
 from engine.sampling.pending import PendingTokens
 from engine.sampling.sampler import Sampler
+from engine.scheduler.capacity import too_long
 from engine.scheduler.decoder import DecoderScheduler
 from engine.state.request import UNKNOWN_TOKEN, Request, Sequence
 
@@ -186,7 +187,11 @@ class Decoding:
     def _step_beams(
         self, request: Request, sequences: list[Sequence], logits: Tensor
     ) -> BeamsEnded | GenerationFailed | None:
-        if sequences[0].num_output_tokens < len(request.sampling.prefix_allowed):
+        num_forced = len(request.prompt) + len(request.sampling.prefix_allowed)
+        if len(sequences[0].token_ids) < num_forced:
+            if num_forced > self._runner.max_model_len:
+                message = too_long(num_forced, self._runner.max_model_len)
+                return GenerationFailed(request, ErrorInfo("context_length_exceeded", message, "messages"))
             # Before the search proper: a language is detected once, not once per beam.
             self._sampler.apply_rules(logits, sequences)
             sequences[0].token_ids.append(int(logits[0].argmax()))

@@ -248,6 +248,14 @@ def test_beams_none_of_which_can_end_fail_and_leave_nothing_behind(
     assert "no beam could end" in driver.failures["r"].error.message
 
 
+def test_beams_whose_forced_tokens_exceed_the_context_fail(tiny_llama: ModelInfo) -> None:
+    engine = make_engine(tiny_llama, max_model_len=32)
+    params = greedy(beam_width=2, prefix_allowed=((7,), (8,)))
+    driver = run(engine, [text("r", 31, params), text("neighbour", 30, params)])
+    assert driver.failures["r"].error.code == "context_length_exceeded"
+    assert list(driver.failures) == ["r"]
+
+
 def test_beams_may_end_with_every_token(tiny_llama: ModelInfo) -> None:
     engine = make_engine(tiny_llama)
     ends = tuple(range(engine.runner.spec.vocab_size))
