@@ -195,6 +195,7 @@ class DecoderEngine:
             self.kv_receiver.pass_on(request, sequence)
         self.scheduler.remove_sequence(sequence)
         request.sequences.remove(sequence)
+        self.input_receiver.update(self.scheduler.pop_changed())
 
     def offer(self, offer: Offer) -> None:
         """An encoder offers an input. The answer is an event: granted, cached, refused or cancelled.

@@ -118,9 +118,13 @@ class DecoderScheduler:
         self._free_tables(request)
 
     def remove_sequence(self, sequence: Sequence) -> None:
-        """Free the blocks and the slot of an ended sequence."""
+        """Free the blocks and the slot of an ended sequence. With the only table on the host, siblings begin anew."""
+        request_id = sequence.request.request_id
+        was_swapped = self.blocks.is_swapped(request_id)
         self.blocks.free(sequence.sequence_id)
         self._slots.release_slots([sequence])
+        if was_swapped and not self.blocks.is_swapped(request_id):
+            self._rewind_inputs(sequence.request)
 
     def has_work(self) -> bool:
         """Return True if some request could compute now."""

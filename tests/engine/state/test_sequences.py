@@ -307,6 +307,28 @@ def test_a_sequence_whose_sibling_had_the_prompt_from_the_cache_and_ends_goes_on
     assert driver.finish()["b", 1] == expected
 
 
+def test_a_sequence_whose_sibling_is_stopped_on_the_host_asks_for_the_picture_again(tiny_vision: ModelInfo) -> None:
+    """The picture was found in the prefix cache, and has left it when the sequence without blocks begins."""
+    placeholder = tiny_vision.placeholder_token_id
+    assert placeholder is not None
+    head, rest = text_tokens(1, 4), text_tokens(3, 30)
+    stopped, going = Resumed(0, [7] * 5), Resumed(1, [9])
+    job = Job("b", [*head, placeholder, *rest], greedy(16, n=2), [("picture", 8)], resumed=[stopped, going])
+    expected = run(make_engine(tiny_vision, prefix_caching=False), [replace(job, resumed=[going])]).tokens["b", 1]
+    engine = make_engine(tiny_vision, preemption="swap", max_num_batched_tokens=8)
+    driver = run(engine, [Job("a", [*head, placeholder], greedy(2), [("picture", 8)])])
+    engine.cache.reserve("other", engine.cache.capacity_bytes, ("other", 0))  # the encoder's output is gone
+    engine.cache.release("other", ("other", 0))
+    driver.add(job)
+    driver.step_while(lambda: not engine.scheduler.running)
+    engine.scheduler.preempt(engine.scheduler.running[0])
+    assert engine.blocks.is_swapped("b")
+    engine.stop_sequence("b", 0)
+    engine.blocks.allocate(-1, engine.blocks.num_free * 4)  # the prefix is gone, too
+    engine.blocks.free(-1)
+    assert driver.finish()["b", 1] == expected
+
+
 def test_what_breaks_over_one_request_does_not_reach_the_others(
     tiny_llama: ModelInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
