@@ -322,11 +322,12 @@ class InputReceiver:
 
     def consume(self, request: Request) -> None:
         """Release inputs that the prefill has passed: their values are in the KV cache."""
+        num_passed = self._cache_lookup.num_passed_tokens(request)
         for item in request.inputs:
             if item.state is not InputState.READY:
                 continue
             end = 1 if request.cross_attention else item.end
-            if end is not None and min(sequence.num_computed_tokens for sequence in request.sequences) >= end:
+            if end is not None and end <= num_passed:
                 self._release(request, item)
                 item.state = InputState.CONSUMED
 

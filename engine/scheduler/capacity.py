@@ -160,6 +160,16 @@ class CacheLookup:
         size = self._blocks.block_size
         return max(0, min(len(sequence.request.prompt), len(sequence.token_ids) - 1)) // size * size
 
+    def num_passed_tokens(self, request: Request) -> int:
+        """Return how many tokens no sequence of a request is left to compute. Those without a table take theirs over
+        where a sibling has one."""
+        tables = self._blocks.tables
+        has_begun = any(one.sequence_id in tables for one in request.sequences)
+        return min(
+            self.num_shared_tokens(one) if has_begun and one.sequence_id not in tables else one.num_computed_tokens
+            for one in request.sequences
+        )
+
     def covers_cross(self, request: Request) -> bool:
         return request.cross_attention and request.inputs_are_known and self._blocks.has_cross(request.encoder_content)
 

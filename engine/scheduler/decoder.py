@@ -202,7 +202,9 @@ class DecoderScheduler:
         if request.sampling.uses_beams and request.forked:
             if all(count == 1 for _, count in remaining):
                 return remaining if len(remaining) <= budget else []
-            remaining = [(sequence, count - 1) for sequence, count in remaining]
+            remaining = [
+                (one, min(count, len(one.token_ids) - 1 - one.num_computed_tokens)) for one, count in remaining
+            ]
         wanted = []
         for sequence, count in remaining:
             count = min(count, budget)

@@ -9,6 +9,8 @@ import pytest
 
 from common.messages import Failed, Resumed, Tokens
 from common.model_info import ModelInfo
+from common.sampling_params import SamplingParams
+from engine.core.decoder_engine import DecoderEngine
 from engine.llm import LLM
 from tests.engine.conftest import AUDIO_FRAMES
 from tests.engine.driving import Driver, Generated, Job, greedy, make_engine, run, sampled, text, text_tokens
@@ -327,6 +329,43 @@ def test_a_sequence_whose_sibling_is_stopped_on_the_host_asks_for_the_picture_ag
     engine.blocks.allocate(-1, engine.blocks.num_free * 4)  # the prefix is gone, too
     engine.blocks.free(-1)
     assert driver.finish()["b", 1] == expected
+
+
+def picture_engine(info: ModelInfo, num_rows: int, **options: Any) -> DecoderEngine:
+    """An engine whose encoder cache holds so many rows, and that computes preempted requests again."""
+    size = num_rows * 64 * 4
+    return make_engine(info, preemption="recompute", prefix_caching=False, encoder_cache_bytes=size, **options)
+
+
+def two_pictures(info: ModelInfo, between: int, params: SamplingParams) -> Job:
+    """Two pictures of eight rows; a cache for one of them has to be given from the one to the other."""
+    picture = info.placeholder_token_id or 0
+    token_ids = [*text_tokens(1, 3), picture, *text_tokens(2, between), picture, *text_tokens(3, 6)]
+    return Job("r", token_ids, params, [("cat", 8), ("dog", 8)])
+
+
+@pytest.mark.parametrize("between", [0, 3])
+def test_resumed_sequences_pass_one_picture_after_the_other(tiny_vision: ModelInfo, between: int) -> None:
+    job = two_pictures(tiny_vision, between, sampled(10, n=2))
+    whole = run(make_engine(tiny_vision), [job]).tokens
+    resumed = [Resumed(index, whole["r", index][: 3 + index]) for index in range(2)]
+    driver = run(picture_engine(tiny_vision, 8), [replace(job, resumed=resumed)])
+    for one in resumed:
+        assert one.token_ids + driver.tokens["r", one.index] == whole["r", one.index]
+
+
+@pytest.mark.parametrize("between", [0, 3])
+def test_preempted_beams_pass_one_picture_after_the_other(tiny_vision: ModelInfo, between: int) -> None:
+    job = two_pictures(tiny_vision, between, greedy(8, n=2, beam_width=2))
+    whole = run(make_engine(tiny_vision), [job]).tokens
+    engine = picture_engine(tiny_vision, 8)
+    driver = Driver(engine)
+    driver.add(job)
+    driver.step_while(lambda: len(engine.state.requests["r"].sequences) < 2)
+    driver.step()
+    engine.scheduler.preempt(engine.scheduler.running[0])
+    engine.input_receiver.update(engine.scheduler.pop_changed())
+    assert driver.finish() == whole
 
 
 def test_what_breaks_over_one_request_does_not_reach_the_others(
