@@ -128,7 +128,7 @@ class DecoderScheduler:
 
     def has_work(self) -> bool:
         """Return True if some request could compute now."""
-        if any(request.num_remaining(one) > 0 for request in self.running for one in request.sequences):
+        if any(self._wanted(request, self.token_budget, self.token_budget) for request in self.running):
             return True
         for request in self.waiting:  # the same order and the same end as in _admit: else the engine would spin
             if self._is_behind_the_line(request):
@@ -207,6 +207,8 @@ class DecoderScheduler:
             ]
         wanted = []
         for sequence, count in remaining:
+            if sequence.sequence_id not in self.blocks.tables and self._awaits_sibling(request, sequence):
+                continue
             count = min(count, budget)
             if self._whole_inputs and count > 0:
                 count = request.whole_inputs(sequence, count, room)
@@ -214,6 +216,12 @@ class DecoderScheduler:
                 wanted.append((sequence, count))
                 budget, room = budget - count, room - count
         return wanted
+
+    def _awaits_sibling(self, request: Request, sequence: Sequence) -> bool:
+        """Return True for a sequence without blocks until a sibling with blocks has computed what both share."""
+        siblings = [one for one in request.sequences if one.sequence_id in self.blocks.tables]
+        num_shared_tokens = self.cache_lookup.num_shared_tokens(sequence)
+        return bool(siblings) and all(one.num_computed_tokens < num_shared_tokens for one in siblings)
 
     def _begin_sibling(self, request: Request, sequence: Sequence) -> None:
         """Give a table to a sequence without blocks: share the prompt's full blocks with a sibling, or wait until a

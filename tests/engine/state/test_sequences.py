@@ -354,6 +354,34 @@ def test_resumed_sequences_pass_one_picture_after_the_other(tiny_vision: ModelIn
         assert one.token_ids + driver.tokens["r", one.index] == whole["r", one.index]
 
 
+@pytest.mark.parametrize("beams", [False, True])
+@pytest.mark.parametrize("between", [0, 3])
+def test_the_engine_rests_while_the_picture_of_several_sequences_is_on_its_way(
+    tiny_vision: ModelInfo, monkeypatch: pytest.MonkeyPatch, between: int, *, beams: bool
+) -> None:
+    job = two_pictures(tiny_vision, between, greedy(8, n=2, beam_width=1 + beams))
+    whole = run(make_engine(tiny_vision), [job]).tokens
+    engine = picture_engine(tiny_vision, 8)
+    driver = Driver(engine)
+    if beams:
+        driver.add(job)
+        driver.step_while(lambda: len(engine.state.requests["r"].sequences) < 2)
+        engine.scheduler.preempt(engine.scheduler.running[0])
+        engine.input_receiver.update(engine.scheduler.pop_changed())
+    else:
+        driver.add(replace(job, resumed=[Resumed(index, whole["r", index][:2]) for index in range(2)]))
+    deliver, late = engine.deliver, []
+
+    def deliver_the_first(name: str, input_id: int, *rest: Any) -> None:
+        late.append((name, input_id, *rest)) if input_id else deliver(name, input_id, *rest)
+
+    monkeypatch.setattr(engine, "deliver", deliver_the_first)
+    driver.step_while(engine.has_work)
+    assert engine.scheduler.running
+    deliver(*late[0])
+    assert driver.finish() == (whole if beams else {key: tokens[2:] for key, tokens in whole.items()})
+
+
 @pytest.mark.parametrize("between", [0, 3])
 def test_preempted_beams_pass_one_picture_after_the_other(tiny_vision: ModelInfo, between: int) -> None:
     job = two_pictures(tiny_vision, between, greedy(8, n=2, beam_width=2))
