@@ -289,20 +289,25 @@ def test_a_beam_ends_by_its_length_where_its_last_token_only_looks_like_an_end(
     assert reasons == {end: "stop" if ends else "length", end + 1: "length"}
 
 
+def moved_with_a_picture(info: ModelInfo, params: SamplingParams) -> tuple[Job, list[int]]:
+    """A request of two sequences from another worker, its picture at token 4, and what the second one comes to."""
+    placeholder = info.placeholder_token_id
+    assert placeholder is not None
+    prompt = [*text_tokens(1, 4), placeholder, *text_tokens(3, 30)]
+    job = Job("b", prompt, params, [("picture", 8)], resumed=[Resumed(0, [7] * 5), Resumed(1, [9])])
+    alone = replace(job, resumed=job.resumed[1:])
+    return job, run(make_engine(info, prefix_caching=False), [alone]).tokens["b", 1]
+
+
 @pytest.mark.parametrize("num_cached_after", [0, 8])
 def test_a_sequence_whose_sibling_had_the_prompt_from_the_cache_and_ends_goes_on(
     tiny_vision: ModelInfo, num_cached_after: int
 ) -> None:
     """The picture is found in the prefix cache, the first sequence ends with its next token, and the second one has
     no blocks yet: it has to begin for itself."""
-    placeholder = tiny_vision.placeholder_token_id
-    assert placeholder is not None
-    head, rest = text_tokens(1, 4), text_tokens(3, 30)
-    ended, going = Resumed(0, [7] * 5), Resumed(1, [9])
-    job = Job("b", [*head, placeholder, *rest], greedy(6, n=2), [("picture", 8)], resumed=[ended, going])
-    expected = run(make_engine(tiny_vision, prefix_caching=False), [replace(job, resumed=[going])]).tokens["b", 1]
+    job, expected = moved_with_a_picture(tiny_vision, greedy(6, n=2))
     engine = make_engine(tiny_vision)
-    driver = run(engine, [Job("a", [*head, placeholder, *rest[:num_cached_after]], greedy(2), [("picture", 8)])])
+    driver = run(engine, [Job("a", job.token_ids[: 5 + num_cached_after], greedy(2), job.media)])
     engine.cache.reserve("other", engine.cache.capacity_bytes, ("other", 0))  # the encoder's output is gone
     engine.cache.release("other", ("other", 0))
     driver.add(job)
@@ -311,14 +316,9 @@ def test_a_sequence_whose_sibling_had_the_prompt_from_the_cache_and_ends_goes_on
 
 def test_a_sequence_whose_sibling_is_stopped_on_the_host_asks_for_the_picture_again(tiny_vision: ModelInfo) -> None:
     """The picture was found in the prefix cache, and has left it when the sequence without blocks begins."""
-    placeholder = tiny_vision.placeholder_token_id
-    assert placeholder is not None
-    head, rest = text_tokens(1, 4), text_tokens(3, 30)
-    stopped, going = Resumed(0, [7] * 5), Resumed(1, [9])
-    job = Job("b", [*head, placeholder, *rest], greedy(16, n=2), [("picture", 8)], resumed=[stopped, going])
-    expected = run(make_engine(tiny_vision, prefix_caching=False), [replace(job, resumed=[going])]).tokens["b", 1]
+    job, expected = moved_with_a_picture(tiny_vision, greedy(16, n=2))
     engine = make_engine(tiny_vision, preemption="swap", max_num_batched_tokens=8)
-    driver = run(engine, [Job("a", [*head, placeholder], greedy(2), [("picture", 8)])])
+    driver = run(engine, [Job("a", job.token_ids[:5], greedy(2), job.media)])
     engine.cache.reserve("other", engine.cache.capacity_bytes, ("other", 0))  # the encoder's output is gone
     engine.cache.release("other", ("other", 0))
     driver.add(job)
