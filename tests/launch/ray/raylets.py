@@ -102,9 +102,7 @@ def raylets(folder: Path) -> Iterator[Raylets]:
             if _has(node):
                 running.kill(node)
         running.end()
-        _ip("link", "del", "triptych0", check=False)
-        for node in NODES:
-            _ip("netns", "del", f"triptych-{node}", check=False)
+        _remove_network()
 
 
 def wait_for_nodes(count: int) -> None:
@@ -119,13 +117,12 @@ def wait_for_nodes(count: int) -> None:
 
 def _network() -> None:
     """A bridge with the head's address, and a cable from each namespace to it."""
-    _ip("link", "del", "triptych0", check=False)
+    _remove_network()
     _ip("link", "add", "triptych0", "type", "bridge")
     _ip("addr", "add", f"{HEAD}/24", "dev", "triptych0")
     _ip("link", "set", "triptych0", "up")
     for number, node in enumerate(NODES):
         name, cable = f"triptych-{node}", f"ttc{number}"
-        _ip("netns", "del", name, check=False)
         _ip("netns", "add", name)
         _ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", name)
         _ip("link", "set", cable, "master", "triptych0", "up")
@@ -134,9 +131,22 @@ def _network() -> None:
         _ip("-n", name, "link", "set", "lo", "up")
 
 
+def _remove_network() -> None:
+    """Take bridge, cables and namespaces down, as far as they exist.
+
+    The kernel takes a namespace down some time after `netns del`, once its last process is gone, and its
+    end of the cable with it. So each cable is deleted by name first: the next `link add` finds its name free.
+    """
+    _ip("link", "del", "triptych0", check=False)
+    for number, node in enumerate(NODES):
+        _ip("link", "del", f"ttc{number}", check=False)
+        _ip("netns", "del", f"triptych-{node}", check=False)
+
+
 def _has(node: str) -> bool:
     return Path(f"/run/netns/triptych-{node}").exists()
 
 
 def _ip(*words: str, check: bool = True) -> None:
-    subprocess.run(["ip", *words], check=check, capture_output=True)
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    assert not check or done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
