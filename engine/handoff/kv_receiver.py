@@ -176,7 +176,7 @@ class KvReceiver:
             reserved = self._scheduler.reserve(handoff.request)
             self._inputs.update(self._scheduler.pop_changed())  # of requests that made way
             if not reserved:
-                self._scheduler.line_end = handoff.request.order
+                self._scheduler.line_end = handoff.request
                 return
             self.pending.remove(handoff)
             self._begin(handoff)

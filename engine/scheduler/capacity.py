@@ -160,11 +160,15 @@ class CacheLookup:
         size = self._blocks.block_size
         return max(0, min(len(sequence.request.prompt), len(sequence.token_ids) - 1)) // size * size
 
+    def has_begun(self, request: Request) -> bool:
+        """Return True if some sequence has blocks."""
+        return any(one.sequence_id in self._blocks.tables for one in request.sequences)
+
     def num_passed_tokens(self, request: Request) -> int:
         """Return how many tokens no sequence of a request is left to compute. Those without a table take theirs over
         where a sibling has one."""
         tables = self._blocks.tables
-        has_begun = any(one.sequence_id in tables for one in request.sequences)
+        has_begun = self.has_begun(request)
         return min(
             self.num_shared_tokens(one) if has_begun and one.sequence_id not in tables else one.num_computed_tokens
             for one in request.sequences

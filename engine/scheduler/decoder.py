@@ -41,8 +41,7 @@ class Chosen:
 
 class DecoderScheduler:
     """Queues of one engine. `waiting` is in order; `running` and `reserved` requests hold blocks and slots. The KV of
-    `reserved` requests is on the way. No waiting request behind `line_end` may begin: a request of this order waits for
-    a reservation.
+    `reserved` requests is on the way. `line_end` waits for a reservation: no waiting request behind it may begin.
 
     A request with tokens that are not known yet is not preempted: where one would have to be, `held_back` is set, and
     the loop waits for the tokens in flight, resets it and schedules again.
@@ -76,7 +75,7 @@ class DecoderScheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.reserved: list[Request] = []
-        self.line_end: tuple[int, int] | None = None
+        self.line_end: Request | None = None
         self.held_back = False
         self._first: Request | None = None  # for whom others have just given their blocks
         self._changed: list[Request] = []
@@ -219,26 +218,27 @@ class DecoderScheduler:
 
     def _awaits_sibling(self, request: Request, sequence: Sequence) -> bool:
         """Return True for a sequence without blocks until a sibling with blocks has computed what both share."""
-        siblings = [one for one in request.sequences if one.sequence_id in self.blocks.tables]
-        num_shared_tokens = self.cache_lookup.num_shared_tokens(sequence)
-        return bool(siblings) and all(one.num_computed_tokens < num_shared_tokens for one in siblings)
+        return self.cache_lookup.has_begun(request) and self._parent(request, sequence) is None
+
+    def _parent(self, request: Request, sequence: Sequence) -> Sequence | None:
+        """Return a sibling with blocks for all tokens that both share."""
+        least, tables = self.cache_lookup.num_shared_tokens(sequence), self.blocks.tables
+        holders = (one for one in request.sequences if one.sequence_id in tables)
+        return next((one for one in holders if one.num_computed_tokens >= least), None)
 
     def _begin_sibling(self, request: Request, sequence: Sequence) -> None:
-        """Give a table to a sequence without blocks: share the prompt's full blocks with a sibling, or wait until a
-        sibling has computed the prompt."""
-        num_shared_tokens = self.cache_lookup.num_shared_tokens(sequence)
-        siblings = [one for one in request.sequences if one.sequence_id in self.blocks.tables]
-        if not siblings:  # the one that had the prompt has ended: this one computes it, with the inputs it needs again
+        """Give a table to a sequence without blocks: share the prompt's full blocks with a sibling that has them."""
+        parent = self._parent(request, sequence)
+        if parent is not None:
+            sequence.num_computed_tokens = self.cache_lookup.num_shared_tokens(sequence)
+            shared = sequence.num_computed_tokens // self.blocks.block_size
+            self.blocks.fork(parent.sequence_id, sequence.sequence_id, shared)
+            sequence.num_remembered = min(parent.num_remembered, shared)
+        elif not self.cache_lookup.has_begun(request):
+            # The sibling that had the prompt has ended: this one computes it, with the inputs it needs again.
             if not request.cross_attention:
                 self._rewind_inputs(request)
             self._begin(request, 0)
-            return
-        parent = next((one for one in siblings if one.num_computed_tokens >= num_shared_tokens), None)
-        if parent is not None:
-            shared = num_shared_tokens // self.blocks.block_size
-            self.blocks.fork(parent.sequence_id, sequence.sequence_id, shared)
-            sequence.num_computed_tokens = num_shared_tokens
-            sequence.num_remembered = min(parent.num_remembered, shared)
 
     # --- waiting requests
 
@@ -326,7 +326,7 @@ class DecoderScheduler:
         return min(computable - num_cached, budget)
 
     def _is_behind_the_line(self, request: Request) -> bool:
-        return self.line_end is not None and request.order > self.line_end
+        return self.line_end is not None and request.order > self.line_end.order
 
     def _find_place(self, request: Request, wanted: int, chosen: Chosen) -> bool:
         """Find slots and blocks for a waiting request. Requests of a lower priority make way, and running requests that
@@ -355,7 +355,7 @@ class DecoderScheduler:
         False where there is no place, or where somebody before it waits for one. What is reserved is not preempted:
         a sender counts on it, and has no need of anything else here to come to its end.
         """
-        wanted = request.num_handoff_tokens + 1 - len(self.cache_lookup.prefix(request)) * self.blocks.block_size
+        wanted = self._wanted_by_handoff(request)
         if self._is_held_up(request) or not self._find_place(request, wanted, Chosen()):
             return False
         self._allocate(request, wanted)
@@ -378,6 +378,10 @@ class DecoderScheduler:
             self.blocks.fork(first.sequence_id, sibling.sequence_id)
             sibling.num_computed_tokens, sibling.num_remembered = first.num_computed_tokens, first.num_remembered
         self._cover_inputs(request, request.num_handoff_tokens)
+
+    def _wanted_by_handoff(self, request: Request) -> int:
+        """Return the tokens to be received beyond the cached prefix, and the next one."""
+        return request.num_handoff_tokens + 1 - len(self.cache_lookup.prefix(request)) * self.blocks.block_size
 
     def _is_held_up(self, request: Request) -> bool:
         """Return True if an earlier waiting request lacks only memory."""
@@ -423,21 +427,30 @@ class DecoderScheduler:
         """Let the last running requests release blocks for an earlier request, when no request can run.
 
         Only where that is enough for it, and where it would not make way for them again at once: blocks would go to and
-        fro for nothing. It comes first in the next step, or others would take them. Returns False where there is no
-        such request.
+        fro for nothing. It comes first in the next step, or others would take them; a reservation comes before any
+        step. Returns False where there is no such request.
         """
         for request in self.waiting:
             if self._is_behind_the_line(request):
-                return False
+                break
             wanted = self._first_chunk(request, self.token_budget)
             if wanted <= 0 or self.capacity.would_make_way(request):
                 continue
-            later = sorted((one for one in self.running if one.order > request.order), key=lambda one: one.order)
-            if later and self.capacity.has_place(request, wanted, later):
-                while later and not self.capacity.has_place(request, wanted):
-                    self.preempt(later.pop())
+            if self._yield_to(request, wanted):
                 self._first = request
                 return True
             if self.capacity.holds_the_line(request):
                 return False
-        return False
+        offered = self.line_end
+        if offered is None or self._is_held_up(offered):
+            return False
+        return self._yield_to(offered, self._wanted_by_handoff(offered))
+
+    def _yield_to(self, request: Request, wanted: int) -> bool:
+        """Preempt later running requests, the last ones first, until there is place; none where all are not enough."""
+        later = sorted((one for one in self.running if one.order > request.order), key=lambda one: one.order)
+        if not later or not self.capacity.has_place(request, wanted, later):
+            return False
+        while later and not self.capacity.has_place(request, wanted):
+            self.preempt(later.pop())
+        return True

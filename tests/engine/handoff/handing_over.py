@@ -76,7 +76,7 @@ class Pair:
         self.num_parts_while_prefilling = 0
 
     def add(self, job: Job) -> None:
-        self._prefill(job, 0)
+        self.hand_over(job)
         self.receiver.add(job, offer=False, prefilled=True)
 
     def give_up(self, name: str) -> None:
@@ -85,7 +85,8 @@ class Pair:
         for engine in (self.sender.engine, self.receiver.engine):
             engine.abort(name)
 
-    def _prefill(self, job: Job, attempt: int) -> None:
+    def hand_over(self, job: Job, attempt: int = 0) -> None:
+        """Prefill a request that the receiver knows."""
         self.transfers[job.name] = Transfer(attempt)
         self.sender.add(job, prefill_only=True)
 
@@ -131,7 +132,7 @@ class Pair:
         if isinstance(event, InputNeeded) and event.input_id == KV_INPUT_ID:
             assert transfer is not None
             self.sender.engine.abort(event.request_id)
-            self._prefill(self.sender.jobs[event.request_id], transfer.attempt + 1)
+            self.hand_over(self.sender.jobs[event.request_id], transfer.attempt + 1)
         if transfer is None or getattr(event, "attempt", None) != transfer.attempt or event.input_id != KV_INPUT_ID:
             return
         assert not isinstance(event, Receipt) or event.status == "stored", event

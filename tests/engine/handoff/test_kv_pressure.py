@@ -220,3 +220,32 @@ def test_an_offer_does_not_overtake_a_request_that_waits_for_its_blocks(tiny_lla
     assert pair.finish() == undisturbed(tiny_llama, jobs)
     order = list(dict.fromkeys(name for name, _ in pair.receiver.ends))
     assert order == ["first", "here", "offered"] or order == ["first", "offered", "here"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_offer_takes_the_blocks_of_a_later_request_that_cannot_go_on(tiny_vision: ModelInfo, policy: str) -> None:
+    """`later` waits for room in the encoder cache: `next` has it, and may not begin before `offered` has blocks."""
+    placeholder = tiny_vision.placeholder_token_id or 0
+    offered = text("offered", 50, greedy(4))
+    next_one = Job("next", [placeholder, 30], greedy(6), [("x", 6)])
+    later = Job("later", [7, placeholder, 8, placeholder, 9], greedy(6), [("y", 6), ("z", 6)])
+    options = {"preemption": policy, "prefix_caching": False}
+    sender = quick_engine(tiny_vision)
+    image_bytes = 6 * sender.runner.spec.encoder_width * 4
+    engine = quick_engine(tiny_vision, 14, **options, encoder_cache_bytes=image_bytes)
+    pair = Pair(sender, engine)
+    pair.receiver.add(offered, offer=False, prefilled=True)
+    for job in (next_one, later):
+        pair.receiver.add(job, offer=False)
+    pair.receiver.offer("later", 0)
+    while engine.has_work():
+        pair.step()
+    assert [request.request_id for request in engine.scheduler.running] == ["later"]
+    pair.hand_over(offered)
+    while not engine.stats()["kv_offers_pending"]:
+        pair.step()
+    pair.receiver.offer("next", 0)
+    pair.step()
+    pair.receiver.offer("later", 1)
+    assert pair.finish() == undisturbed(tiny_vision, [offered, next_one, later])
+    assert [name for name, _ in pair.receiver.ends] == ["offered", "next", "later"]
