@@ -129,6 +129,7 @@ class _Live:
     prompt: ParsedPrompt
     media: list[tuple[MediaKind, bytes]]
     sampling: SamplingParams
+    continues: bool
     sequences: dict[int, _LiveSequence] = field(default_factory=dict)
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     attempts: dict[int, int] = field(default_factory=dict)
@@ -224,7 +225,8 @@ class LLM:
             chat_template_kwargs=chat_template_kwargs,
         )
         prompts = [_chat_prompt(messages, render) for messages in conversations]
-        return self._run(self._add_all(prompts, params), return_prompts=return_prompts)
+        request_ids = self._add_all(prompts, params, continues=continue_final_message)
+        return self._run(request_ids, return_prompts=return_prompts)
 
     def transcribe(
         self,
@@ -273,12 +275,14 @@ class LLM:
         [answer] = self._run([self.add(prompt, sampling)])
         return aligned_words(ids, sampling, answer.prompt_logprobs, self.text, language, 0.0)
 
-    def _add_all(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[str]:
+    def _add_all(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, continues: bool = True
+    ) -> list[str]:
         """Queue all prompts, or none."""
         request_ids: list[str] = []
         try:
             for prompt, one in zip(prompts, params, strict=True):
-                request_ids.append(self.add(prompt, one))
+                request_ids.append(self.add(prompt, one, continues=continues))
         except BaseException:
             for request_id in request_ids:
                 self.abort(request_id)
@@ -317,9 +321,10 @@ class LLM:
 
     # --- one at a time
 
-    def add(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> str:
+    def add(self, prompt: Prompt, params: SamplingParams, priority: int = 0, *, continues: bool = True) -> str:
         """Queue a prompt and return its request id; lower `priority` goes first.
 
+        The output continues the text of a prompt, with the blank between both, or starts a new text, as in a chat.
         Raises TriptychError for what is wrong with its media.
         """
         parsed, media = self._parse(prompt)
@@ -337,7 +342,7 @@ class LLM:
             InputSlot(number, kind, content_hash(kind, data), index)
             for number, ((kind, data), index) in enumerate(zip(media, indices, strict=True))
         ]
-        live = self._live[request_id] = _Live(parsed, media, params)
+        live = self._live[request_id] = _Live(parsed, media, params, continues and not self.info.is_encoder_decoder)
         live.unoffered.extend(slot.input_id for slot in slots)
         self.decoder.add_request(request_id, token_ids, slots, params, priority)
         try:
@@ -478,7 +483,9 @@ class LLM:
         sequence = live.sequences.get(event.index)
         if sequence is None:
             stop, least = live.sampling.stop, live.sampling.min_tokens
-            sequence = live.sequences[event.index] = _LiveSequence(Detokenizer(self.text, stop, min_tokens=least))
+            before = live.prompt.prompt_token_ids if live.continues else ()
+            detokenizer = Detokenizer(self.text, stop, min_tokens=least, prompt=before)
+            sequence = live.sequences[event.index] = _LiveSequence(detokenizer)
         if sequence.output is None:
             self._grow(event, live, sequence)
         ended = sum(one.output is not None for one in live.sequences.values())

@@ -182,13 +182,17 @@ class Service:
         *,
         skip_special_tokens: bool = True,
         includes_stop: bool = False,
+        continues_prompt: bool = False,
     ) -> TextStream:
-        """Return the text of a job, which starts with the first delta and waits in `ticket` for the first token."""
+        """Return the text of a job, which starts with the first delta and waits in `ticket` for the first token.
+
+        With `continues_prompt` a blank between the prompt of a decoder-only model and the first word belongs to it.
+        """
         self.timelines.begin(job.request_id, Span("proxy", self.instance_id, context.created_s, time.time()))
         tokens = self.dispatcher.run(self.pool, job, context.deadline_s)
-        detokenizer = Detokenizer(
-            self.text, job.sampling.stop, skip_special_tokens, job.sampling.min_tokens, includes_stop
-        )
+        stop, least = job.sampling.stop, job.sampling.min_tokens
+        before = job.prompt_token_ids if continues_prompt and not self.info.is_encoder_decoder else ()
+        detokenizer = Detokenizer(self.text, stop, skip_special_tokens, least, includes_stop, before)
         return TextStream(job, tokens, self.text, self.metrics, context, ticket, detokenizer)
 
     @functools.cached_property

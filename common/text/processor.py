@@ -25,6 +25,8 @@ from common.model_info import ModelInfo, read_json
 from common.text.tasks import question_of
 
 _PROBE = "a plain string"
+_TAIL_TOKENS: Final = 8
+"""How much of a prompt its continuation is decoded with: more than a character has, whatever the tokenizer."""
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 """Half a character of UTF-16, as JSON may escape it: no tokenizer takes that."""
 _END_MARK: Final = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -275,11 +277,18 @@ class Detokenizer:
     min_tokens: int = 0
     includes_stop: bool = False
     """Whether the text ends with the stop string, rather than before it."""
+    prompt: Sequence[int] = ()
+    """Tokens whose text this one continues: SentencePiece's tokenizers leave out a blank at the start of a new text."""
     stopped: bool = False
     _ids: list[int] = field(default_factory=list)
     _prefix: int = 0  # tokens before this are settled; those from here to _read give context to the next ones
     _read: int = 0
     _pending: str = ""  # decoded, but may be the start of a stop string
+
+    def __post_init__(self) -> None:
+        self._ids += self.prompt[-_TAIL_TOKENS:]
+        self._read = len(self._ids)
+        self.min_tokens += self._read
 
     def push(self, token_ids: Sequence[int], *, final: bool = False) -> str:
         """Add tokens, return the new text. After a stop string `stopped` is True and further calls return no text."""

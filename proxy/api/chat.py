@@ -307,7 +307,7 @@ async def _generate(
     marks = {BEGIN, END} if opened is not None else set()
     if body.usable_tools and service.dialect.call_parser is not None and not body.forces_call:
         marks.add(service.dialect.call_parser.marker)
-    how = body.text_options()
+    how = {**body.text_options(), "continues_prompt": bool(body.continue_final_message)}
     how["skip_special_tokens"] &= not marks & service.special_texts
     return service.generate(job, context, tickets.acquire(), **how), opened
 

@@ -37,7 +37,8 @@ async def completions(service: Service, context: RequestContext) -> AsyncGenerat
     if body.echo or body.return_prompts:
         begins = await asyncio.to_thread(_begins, service, body, jobs)
     shapes = LogprobShapes(service.token_texts, body.num_logprobs or 0, bool(body.return_tokens_as_token_ids))
-    texts = [service.generate(job, context, tickets.acquire(), **body.text_options()) for job in jobs]
+    how = {**body.text_options(), "continues_prompt": True}
+    texts = [service.generate(job, context, tickets.acquire(), **how) for job in jobs]
     answers = [_CompletionAnswer(body, shapes, text, *begin) for text, begin in zip(texts, begins, strict=True)]
     head = {
         "id": context.id,

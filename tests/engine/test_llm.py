@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, decoders
 
 from common.errors import TriptychError
 from common.sampling_params import SamplingParams
@@ -62,6 +63,21 @@ def test_prompts_without_parameters_are_sampled_as_generation_config_says(tmp_pa
     conversation = [{"role": "user", "content": "red"}]
     [output] = llm.chat(conversation, GREEDY, return_prompts=True, chat_template_kwargs={"more": " sign"})
     assert output.prompt == "red sign"
+
+
+def test_a_completion_begins_with_the_blank_behind_the_prompt_and_a_chat_with_a_word(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(LLM("signpost").info.folder, tmp_path / "model"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    [sign] = tokenizer.encode(" sign", add_special_tokens=False).ids
+    llm = LLM(folder, chat_template="{{ messages[-1].content }}")
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, allowed_token_ids=(sign,))
+    [completed] = llm.generate("red", params)
+    [answered] = llm.chat([{"role": "user", "content": "red"}], params)
+    [continued] = llm.chat([{"role": "assistant", "content": "red"}], params, continue_final_message=True)
+    texts = [output.outputs[0].text for output in (completed, answered, continued)]
+    assert texts == [" sign sign", "sign sign", " sign sign"]
 
 
 @pytest.mark.parametrize(

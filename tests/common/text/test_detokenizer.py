@@ -83,3 +83,17 @@ def test_pushed_in_any_portions_the_text_ends_where_it_ends_token_by_token(llama
     cut = dice.randrange(len(ids))
     assert other.push(ids[:cut]) + other.push(ids[cut:], final=True) == expected
     assert other.stopped == one.stopped
+
+
+@pytest.mark.parametrize(("prompt", "expected"), [([], "Hello Hello"), ([0] * 9, " Hello Hello")])
+def test_the_blank_at_the_start_of_a_text_is_left_out_and_that_behind_a_prompt_is_not(
+    llamas: Any, prompt: list[int], expected: str
+) -> None:
+    """As SentencePiece's tokenizers write it."""
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    llamas.tokenizer.decoder = decoders.Sequence(steps)
+    detokenizer = Detokenizer(llamas, ["lo"], min_tokens=2, prompt=prompt)
+    assert detokenizer.push(ids_of(llamas, "▁Hello", "▁Hello")) == expected
+    assert not detokenizer.stopped, "tokens of the prompt do not count"
+    detokenizer.push(ids_of(llamas, "lo"))
+    assert detokenizer.stopped

@@ -81,6 +81,20 @@ async def test_echo_puts_the_prompt_before_the_answer_with_its_log_probabilities
     assert rig.cluster.decoders[0].of(Generate)[-1].sampling.prompt_logprobs == 1
 
 
+async def test_the_blank_behind_a_prompt_belongs_to_what_continues_it(rig):
+    """SentencePiece's tokenizers leave it out where a text begins, as a chat's answer does."""
+    steps = [decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]
+    rig.service.text.tokenizer.decoder = decoders.Sequence(steps)
+    rig.cluster.decoders[0].answer = lambda message: " red sign"
+    response = await rig.http.post("/v1/completions", json={"prompt": "the", "echo": True, "max_tokens": 9})
+    assert response.json()["choices"][0]["text"] == "the red sign"
+    assert (await rig.chat()).choices[0].message.content == "red sign"
+    beginning = {"role": "assistant", "content": "the"}
+    body = {"messages": [beginning], "continue_final_message": True, "add_generation_prompt": False}
+    response = await rig.http.post("/v1/chat/completions", json=body)
+    assert response.json()["choices"][0]["message"]["content"] == " red sign"
+
+
 async def test_a_shortened_prompt_is_echoed_as_it_was_read(rig):
     prompt = "one two three four five six seven"
     body = {"prompt": prompt, "echo": True, "logprobs": 0, "truncate_prompt_tokens": 3}
