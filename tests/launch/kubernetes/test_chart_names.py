@@ -52,6 +52,14 @@ def test_no_pod_gets_variables_of_services() -> None:
         assert all("enableServiceLinks: false" in pod for pod in pods), path.name
 
 
+def test_every_pod_has_its_own_probes() -> None:
+    """Where KubeRay finds none, it adds some that run wget: no pod of a slim image would ever be ready."""
+    for path in sorted((CHART / "templates").iterdir()):
+        text = path.read_text()
+        num_pods = len(re.findall(r"^ +containers:", text, re.M))
+        assert [text.count(probe) for probe in ("readinessProbe:", "livenessProbe:")] == [num_pods, num_pods], path.name
+
+
 def test_settings_of_the_matrix_are_settings() -> None:
     given = [one for values in MATRIX.values() for one in settings_of(values)]
     assert given
