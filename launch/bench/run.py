@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from common.errors import TriptychError, invalid
 from launch.bench.figures import METRICS, STATISTICS, Run
 from launch.bench.load import Level, apply, repeat_jobs
-from launch.bench.plot import draw
+from launch.bench.plot import check_plot, draw
 from launch.cli.client import ApiClient, ClientOptions, ClientRequest, ClientResult
 from launch.cli.console import make_console, make_table
 from launch.cli.request import EXIT_INTERRUPTED
@@ -76,15 +76,21 @@ def run_bench(once: Sequence[ClientRequest], options: ClientOptions, plan: Bench
     for path in filter(None, (plan.export, plan.plot)):
         if not path.absolute().parent.is_dir():
             raise invalid(f"cannot write {path}: there is no folder {path.absolute().parent}")
+    if plan.plot is not None:
+        check_plot(plan.plot)
     runs: list[Run] = []
     model, interrupted = asyncio.run(_run_all(once, options, plan, runs))
     console = make_console()
     for run in runs:
         _report(console, run)
-    title = f"{model} at {options.url}"
     body = {"model": model, "url": options.url, "date": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"}
-    _write(plan.export, json.dumps({**body, "runs": [run.to_json() for run in runs]}, indent=1) + "\n")
-    _write(plan.plot, draw(runs, title))
+    try:
+        if plan.export is not None:
+            plan.export.write_text(json.dumps({**body, "runs": [run.to_json() for run in runs]}, indent=1) + "\n")
+        if plan.plot is not None:
+            draw(runs, f"{model} at {options.url}", plan.plot)
+    except OSError as error:
+        raise invalid(f"cannot write {error.filename}: {error.strerror}") from error
     if interrupted:
         return EXIT_INTERRUPTED
     return int(any(len(run.good) < len(run.results) for run in runs))
@@ -159,11 +165,3 @@ def _report(console: Console, run: Run) -> None:
         console.print(text, style="yellow", highlight=False)
     for error, count in figures["errors"].items():
         console.print(f"{count} failed: {error}", style="red", markup=False, highlight=False)
-
-
-def _write(path: Path | None, text: str) -> None:
-    try:
-        if path is not None:
-            path.write_text(text)
-    except OSError as error:
-        raise invalid(f"cannot write {path}: {error.strerror}") from error

@@ -140,7 +140,7 @@ def bench(
         str, typer.Option(metavar="NAME:MS …", help="Objectives that good requests meet, as AIPerf has them.")
     ] = "",
     export: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw latencies by level of load.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw latencies by level of load.")] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Longest wait for one answer.")] = 600.0,
 ) -> None:
     """Measure any server of OpenAI's API: TTFT, inter-token latency, request latency, throughput, goodput.

@@ -146,7 +146,7 @@ def interference(
     size: Annotated[int, typer.Option(min=28, help="Width and height of an image, in pixels.")] = 448,
     seconds: Annotated[float, typer.Option(help="Length of a turn, alone and beside images each.")] = 15.0,
     repetitions: Annotated[int, typer.Option(min=1)] = 2,
-    plot: Annotated[Path | None, typer.Option(help="An SVG of the gaps (needs the extra `train`).")] = None,
+    plot: Annotated[Path | None, typer.Option(help="An SVG of the gaps (needs the extra `plot`).")] = None,
 ) -> None:
     """Measure the gaps between the tokens of text streams, alone and beside clients with images.
 

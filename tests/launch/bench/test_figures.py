@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import random
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import pytest
+from matplotlib import rc_context
 
 from common.errors import TriptychError
 from launch.bench.figures import Run, of_request, parse_objectives, statistics
 from launch.bench.load import Level, repeat_jobs
-from launch.bench.plot import draw
+from launch.bench.plot import check_plot, draw
 from launch.bench.run import parse_extra, parse_levels
 from launch.cli.client import ClientRequest, ClientResult
 
@@ -111,9 +113,14 @@ def test_jobs_take_turns_and_fresh_ones_differ() -> None:
     assert fresh == repeat_jobs(once, 50, fresh=True, seed=0)
 
 
-def test_the_plot_is_svg_with_a_line_per_run_and_panel() -> None:
+def test_the_plot_has_a_line_per_run_and_panel(tmp_path: Path) -> None:
     runs = [Run("<1> in flight", [result(0.0, 0.1, 0.5, 5)]), Run("all failed", [result(0.0, 1, 1, 1, error="no")])]
-    root = ElementTree.fromstring(draw(runs, "model & url"))
+    file = tmp_path / "plot.svg"
+    check_plot(file)
+    with rc_context({"svg.fonttype": "none"}):  # text as text
+        draw(runs, "model & url", file)
+    root = ElementTree.parse(file).getroot()
     texts = [element.text for element in root.iter() if element.tag.endswith("text")]
     assert {"<1> in flight", "all failed", "model & url", "request latency, ms"} <= {*texts}
-    assert sum(element.get("fill") == "none" for element in root.iter()) == 3
+    with pytest.raises(TriptychError, match=r"plot.txt should end with one of .*\.svg"):
+        check_plot(tmp_path / "plot.txt")

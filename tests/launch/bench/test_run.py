@@ -52,7 +52,7 @@ def test_a_sweep_warms_up_measures_exports_and_draws(
         assert run["goodput"] == run["request_throughput"] > 0
         assert run["metrics"]["output_tokens"]["p50"] == 2
         assert all(record["time_to_first_token"] <= record["request_latency"] for record in run["records"])
-    assert (tmp_path / "out.svg").read_text().startswith("<svg")
+    assert "<svg" in (tmp_path / "out.svg").read_text()
 
 
 def test_in_an_open_loop_no_request_waits_for_another(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
