@@ -29,6 +29,8 @@ class Florence2Encoder(EncoderModel):
             "model.multi_modal_projector.": "projector.",
             "model.language_model.encoder.": "text.",
             "model.language_model.shared.": "text.embed_tokens.",
+            "model.language_model.decoder.embed_tokens.": "text.embed_tokens.",
+            "lm_head.weight": "text.embed_tokens.weight",
         },
         ignored=("pos_idx_to_embed",),
     )

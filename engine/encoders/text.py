@@ -20,6 +20,12 @@ from engine.processors import ProcessedInput
 
 MAX_PADDING: Final = 1.25
 """Texts share a batch while the longest is at most so many times as long as the shortest: padding costs time."""
+_TIED: Final = ("model.shared", "shared", "model.decoder.embed_tokens", "decoder.embed_tokens", "lm_head")
+"""Names of the embedding beside the encoder's own: a checkpoint may hold any of them alone."""
+_LAYOUT: Final = CheckpointLayout(
+    prefixes={"model.encoder.": "", "encoder.": "", **{f"{name}.weight": "embed_tokens.weight" for name in _TIED}},
+    ignored=("encoder.version",),  # written by the first converters
+)
 
 
 def encode_texts(
@@ -70,7 +76,7 @@ def _encode(
 class T5Encoder(EncoderModel):
     """Token ids of T5's encoder prompts, padded within a batch."""
 
-    layout = CheckpointLayout(prefixes={"encoder.": "", "shared.": "embed_tokens."})
+    layout = _LAYOUT
 
     def __init__(self, config: Any) -> None:
         stack = copy.deepcopy(config)
@@ -87,15 +93,7 @@ class BartEncoder(EncoderModel):
     own: type[nn.Module] = BartEncoderModule
     """transformers' own class."""
 
-    layout = CheckpointLayout(
-        prefixes={
-            "model.encoder.": "",
-            "encoder.": "",
-            "model.shared.": "embed_tokens.",
-            "shared.": "embed_tokens.",
-        },
-        ignored=("encoder.version",),  # written by the first converters
-    )
+    layout = _LAYOUT
 
     def __init__(self, config: Any) -> None:
         self.module = self.padded = self.own(config)

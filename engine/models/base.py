@@ -76,8 +76,9 @@ class AttentionContext(Protocol):
 class CheckpointLayout:
     """The tensors of a module in a checkpoint, under any historical name.
 
-    `prefixes` maps each prefix of ours to what replaces it. `others` are prefixes of other modules that one of ours
-    is a prefix of: the longest match decides. `ignored` are endings of tensors that are computed, not loaded.
+    `prefixes` maps each prefix of ours to what replaces it; one without a dot at its end is a whole name. `others` are
+    prefixes of other modules that one of ours is a prefix of: the longest match decides. `ignored` are endings of
+    tensors that are computed, not loaded.
     """
 
     prefixes: Mapping[str, str]
@@ -86,7 +87,8 @@ class CheckpointLayout:
 
     def local_name(self, name: str) -> str | None:
         """Return the name within the module, or None for a tensor of another module."""
-        matches = [prefix for prefix in (*self.prefixes, *self.others) if name.startswith(prefix)]
+        known = (*self.prefixes, *self.others)
+        matches = [one for one in known if (name.startswith(one) if one.endswith(".") else name == one)]
         prefix = max(matches, key=len, default="")
         if prefix not in self.prefixes or name.endswith(self.ignored):
             return None

@@ -49,8 +49,8 @@ def load_decoder(
         return model, (replace(report, parameter_bytes=_quantise(model)) if as_int8 else report)
     if model.lm_head is None and has_own_head(info, model.layout):
         model.lm_head = Linear(model.spec.hidden_size, model.spec.vocab_size, bias=False, device="meta")
-    tied = ("lm_head.weight",) if model.lm_head is None else ()
-    report = load_weights(model, model.sources(), model.layout, info, device, dtype, unused=tied, as_int8=as_int8)
+    tied = model.lm_head is None
+    report = load_weights(model, model.sources(), model.layout, info, device, dtype, tied=tied, as_int8=as_int8)
     return model, (replace(report, parameter_bytes=_quantise(model)) if as_int8 else report)
 
 

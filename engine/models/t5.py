@@ -40,11 +40,10 @@ _CHECKPOINT_PARTS = {
 def build(info: ModelInfo) -> T5Decoder:
     """Make the decoder of a model folder. Raises ValueError for an unsupported activation.
 
-    The checkpoint tells whether the output head is the embedding: transformers has written `tie_word_embeddings: true`
-    into configurations of checkpoints with a head of their own. Dummy weights without a checkpoint go by that.
+    A checkpoint without an output head is tied, whatever config.json says.
     """
     has_head = not info.config.get("tie_word_embeddings", True)
-    return T5Decoder(info, tied=not has_tensor(info.folder, "lm_head.weight", default=has_head))
+    return T5Decoder(info, tied=not (has_head and has_tensor(info.folder, "lm_head.weight", default=True)))
 
 
 class T5Decoder(DecoderModel):

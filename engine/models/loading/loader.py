@@ -28,22 +28,24 @@ def load_weights(
     device: torch.device,
     dtype: torch.dtype,
     *,
-    unused: tuple[str, ...] = (),
+    tied: bool = False,
     as_int8: bool = False,
 ) -> LoadReport:
     """Replace the module's parameters (on the meta device) by the checkpoint's, converted to `dtype` on `device`.
 
-    Reads only the tensors of this module. `unused` are local names that a checkpoint may have and that are not
-    needed, such as a tied head. Weights of `Linear` layers stay as small as the checkpoint has them, or with `as_int8`
+    Reads only the tensors of this module. Of a `tied` embedding the checkpoint may hold the output head as well, or
+    the head alone. Weights of `Linear` layers stay as small as the checkpoint has them, or with `as_int8`
     become 8-bit integers. Raises CheckpointError naming every tensor that is missing or that the module does not know.
     """
     shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
     with Checkpoint(info.folder) as checkpoint:
         check_quantised(info, checkpoint.entries, as_int8=as_int8)
         names = _local_names(checkpoint, layout)
+        if tied and "lm_head.weight" in names:
+            names.setdefault("embed_tokens.weight", names.pop("lm_head.weight"))
         small = _SmallWeights(checkpoint, names, info, as_int8=as_int8)
         layers = {f"{name}.weight": layer for name, layer in module.named_modules() if isinstance(layer, Linear)}
-        _check_names(checkpoint, names, _replaced(sources, layers, small), unused, info)
+        _check_names(checkpoint, names, _replaced(sources, layers, small), info)
         state, small_bytes = {}, 0
         for number, (name, parts) in enumerate(sources.items()):
             if 10 * number // len(sources) > 10 * (number - 1) // len(sources):
@@ -122,11 +124,9 @@ def _local_names(checkpoint: Checkpoint, layout: CheckpointLayout) -> dict[str, 
     return {ours: name for ours, name in local if ours is not None}
 
 
-def _check_names(
-    checkpoint: Checkpoint, names: dict[str, str], sources: Sources, unused: tuple[str, ...], info: ModelInfo
-) -> None:
+def _check_names(checkpoint: Checkpoint, names: dict[str, str], sources: Sources, info: ModelInfo) -> None:
     needed = {part for parts in sources.values() for part in parts if isinstance(part, str)}
-    surplus = names.keys() - needed - set(unused)
+    surplus = names.keys() - needed
     if info.quantisation is not None:
         surplus = {ours for ours in surplus if not ours.endswith(UNREAD) and not _adds_nothing(checkpoint, names, ours)}
     missing = sorted(needed - names.keys())

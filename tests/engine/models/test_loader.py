@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,14 @@ from transformers import AutoModelForCausalLM
 
 from common.errors import TriptychError
 from common.model_info import load_model_info
+from engine.encoders.text import T5Encoder
 from engine.models.base import LoadReport
 from engine.models.checkpoint_index import CheckpointError
 from engine.models.registry import load_decoder, load_encoder
-from tests.engine.models.dense import decoder_of, logits_of
+from tests.engine.models.dense import decoder_of, edit_json, logits_of
 from tests.engine.models.test_decoders import assert_equal_logits, transformers_logits
+from tests.tiny import encdec, florence2
+from tests.tiny_models import make_llama, make_whisper
 
 CPU = torch.device("cpu")
 INPUT_IDS = torch.arange(20)
@@ -40,6 +44,20 @@ def assert_loads_equal(ours: Path, original: Path) -> None:
 def load_both(folder: Path) -> tuple[LoadReport, LoadReport]:
     info = load_model_info(str(folder))
     return load_encoder(info, CPU, torch.float32)[1], load_decoder(info, CPU, torch.float32)[1]
+
+
+def renamed(old: str, new: str, tensors: Tensors) -> Tensors:
+    return {new if name == old else name: tensor for name, tensor in tensors.items()}
+
+
+def parameters_of(folder: Path) -> Tensors:
+    """The parameters of the decoder, and of the encoder if there is one."""
+    info = load_model_info(str(folder))
+    found = dict(load_decoder(info, CPU, torch.float32)[0].named_parameters())
+    if info.media_kind:
+        encoder = load_encoder(info, CPU, torch.float32)[0].module
+        found |= {f"encoder.{name}": parameter for name, parameter in encoder.named_parameters()}
+    return found
 
 
 def test_shards_are_read_as_one_file_is(llama: Path, tmp_path: Path) -> None:
@@ -110,6 +128,43 @@ def test_a_head_that_config_json_calls_tied_and_is_not_counts_as_in_transformers
 
     folder = rewritten(llama, tmp_path / "untied", add_head)
     assert_equal_logits(logits_of(decoder_of(folder), INPUT_IDS), transformers_logits(folder, INPUT_IDS))
+
+
+@pytest.mark.parametrize(
+    ("make", "embedding", "alone"),
+    [
+        (make_llama, "model.embed_tokens", "lm_head"),
+        (make_whisper, "model.decoder.embed_tokens", "proj_out"),
+        (encdec.make_bart, "model.shared", "lm_head"),
+        (encdec.make_bart, "model.shared", "model.decoder.embed_tokens"),
+        (encdec.make_t5, "shared", "lm_head"),
+        (encdec.make_t5, "shared", "decoder.embed_tokens"),
+        (florence2.make_florence2, "model.language_model.shared", "lm_head"),
+        (florence2.make_florence2, "model.language_model.shared", "model.language_model.decoder.embed_tokens"),
+    ],
+)
+def test_a_tied_embedding_is_read_by_whichever_name_it_was_saved(
+    make: Callable[[Path], Path], embedding: str, alone: str, tmp_path: Path
+) -> None:
+    original = make(tmp_path / "original")
+    folder = rewritten(original, tmp_path / "alone", partial(renamed, f"{embedding}.weight", f"{alone}.weight"))
+    expected, got = (parameters_of(path) for path in (original, folder))
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(tensor, got[name]) for name, tensor in expected.items())
+
+
+def test_an_encoder_leaves_the_scales_of_a_quantised_head_alone() -> None:
+    names = ("lm_head.weight", "lm_head.weight_scale", "shared.weight")
+    local = [T5Encoder.layout.local_name(name) for name in names]
+    assert local == ["embed_tokens.weight", None, "embed_tokens.weight"]
+
+
+def test_a_head_is_not_the_embedding_where_config_json_has_them_apart(llama: Path, tmp_path: Path) -> None:
+    only_head = partial(renamed, "model.embed_tokens.weight", "lm_head.weight")
+    folder = rewritten(llama, tmp_path / "model", only_head)
+    edit_json(folder / "config.json", lambda content: {**content, "tie_word_embeddings": False})
+    with pytest.raises(CheckpointError, match=r"missing embed_tokens\.weight"):
+        decoder_of(folder)
 
 
 def test_an_untied_head_is_read(qwen2: Path) -> None:
