@@ -15,7 +15,7 @@ from engine.models.checkpoint_index import CheckpointError
 from engine.models.layers import Linear
 from engine.models.quantised.formats import decode_weight
 from engine.models.quantised.names import UNREAD, check_quantised, is_quantised, parts_of
-from engine.models.quantised.weight import SmallWeight, quantise_int8, stacked
+from engine.models.quantised.weight import CodedWeight, SmallWeight, quantise_int8, stacked
 
 _ONLY_LINEAR: Final = "; only the linear layers of decoders may be quantised"
 
@@ -51,7 +51,7 @@ def load_weights(
             if 10 * number // len(sources) > 10 * (number - 1) // len(sources):
                 tell_phase("reading weights", 100 * number // len(sources))
             if name in layers and small.has(parts):
-                weight = small.load(parts, device, dtype)
+                weight = small.load(parts, shapes[name], device, dtype)
                 layers[name].replace_weight(weight)
                 small_bytes += weight.nbytes
                 continue
@@ -89,11 +89,18 @@ class _SmallWeights:
     def has(self, parts: tuple[str | Zeros, ...]) -> bool:
         return self._as_int8 or any(self.tensors(part) for part in parts if isinstance(part, str))
 
-    def load(self, parts: tuple[str | Zeros, ...], device: torch.device, dtype: torch.dtype) -> SmallWeight:
+    def load(
+        self, parts: tuple[str | Zeros, ...], shape: torch.Size, device: torch.device, dtype: torch.dtype
+    ) -> SmallWeight:
         """Load a layer's weight; parts that the checkpoint has unquantised stay so, in `dtype`."""
-        return stacked([self._load(part, device, dtype) for part in parts if isinstance(part, str)])
+        loaded = [self._load(part, device, dtype) for part in parts if isinstance(part, str)]
+        found = [tuple(one.shape) for one in loaded]
+        if sum(rows for rows, _ in found) != shape[0] or any(columns != shape[1] for _, columns in found):
+            needed = f"the model needs {tuple(shape)} for all together"
+            raise CheckpointError(f"{' + '.join(map(str, parts))} have shapes {found}, {needed}")
+        return stacked(loaded)
 
-    def _load(self, part: str, device: torch.device, dtype: torch.dtype) -> SmallWeight | Tensor:
+    def _load(self, part: str, device: torch.device, dtype: torch.dtype) -> CodedWeight | Tensor:
         tensors = self.tensors(part)
         if self._how is not None and tensors:
             read = {role: self._checkpoint.read(self._names[name]) for role, name in tensors.items()}

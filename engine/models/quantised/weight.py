@@ -48,6 +48,10 @@ class CodedWeight(SmallWeight):
     order: Tensor | None = None
 
     @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.codes), self.codes.shape[1] * (1 + (self.codes.dtype == torch.uint8))
+
+    @property
     def nbytes(self) -> int:  # type: ignore[override]
         return sum(one.nbytes for one in (self.codes, self.scales, self.zeros, self.order) if one is not None)
 

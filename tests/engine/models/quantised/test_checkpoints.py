@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -178,6 +179,23 @@ def test_damaged_layers_are_named(
     quantise_folder(llama, tmp_path / "model", FORMATS["awq"][0], pack, ())
     with pytest.raises(CheckpointError, match=rf"layer layers\.0\.self_attn\.q_proj.*{said}"):
         decoder_of(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", ["plain", "awq", "fp8"])
+def test_weights_of_other_shapes_than_the_models_are_named(llama: Path, tmp_path: Path, name: str) -> None:
+    if name == "plain":
+        shutil.copytree(llama, tmp_path / "model")
+    else:
+        quantise_folder(llama, tmp_path / "model", *FORMATS[name], ())
+    other = {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+    }  # as many rows of queries, keys, values
+    edit_json(tmp_path / "model" / "config.json", lambda content: {**content, **other})
+    info = load_model_info(str(tmp_path / "model"))
+    with pytest.raises(CheckpointError, match=r"o_proj\.weight have shapes \[\(64, 64\)\], the model needs \(64, 96\)"):
+        load_decoder(info, CPU, torch.float32, as_int8=name == "plain")
 
 
 def test_quantised_encoders_are_refused(qwen2_5_vl: Path, tmp_path: Path) -> None:
