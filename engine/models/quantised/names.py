@@ -11,7 +11,10 @@ from engine.models.checkpoint_index import CheckpointError
 _SCALES: Final = ("scales", "weight_scale", "weight_scale_inv")
 _PACKED: Final = ("qweight", "qzeros", "g_idx")
 _TENSORS: Final = (*_PACKED, "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx")
-UNREAD: Final = (".input_scale", ".input_zero_point", ".k_scale", ".v_scale", ".kv_scale")
+UNREAD: Final = (
+    *(".input_scale", ".input_zero_point", ".activation_scale", ".output_scale", ".output_zero_point", ".kv_scale"),
+    *(f".{what}_{kind}" for what in "qkv" for kind in ("scale", "zero_point")),
+)
 """Endings of what quantises activations and caches, which keep the dtype of the model here."""
 
 

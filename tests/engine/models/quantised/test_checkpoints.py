@@ -38,6 +38,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Pack]] = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq),
     "gptq": ({**_GPTQ, "bits": 4}, gptq),
     "gptq v2": ({**_GPTQ, "bits": 4, "checkpoint_format": "gptq_v2"}, partial(gptq, v2=True)),
+    "gptq v2 by format": ({**_GPTQ, "bits": 4, "format": "gptq_v2", "checkpoint_format": None}, partial(gptq, v2=True)),
     "gptq act-order": ({**_GPTQ, "bits": 4, "desc_act": True}, partial(gptq, shuffled=True)),
     "gptq 8 bits": ({**_GPTQ, "bits": 8}, partial(gptq, bits=8)),
     "fp8": ({"quant_method": "fp8", "activation_scheme": "dynamic"}, partial(fp8, per_row=False)),
@@ -99,6 +100,8 @@ def test_scales_of_activations_and_caches_are_not_read(llama: Path, input_ids: t
         scale = tensors[f"{base}.weight_scale"]
         attention = base.rpartition(".")[0]
         others = {f"{base}.input_scale", f"{base.replace('_proj', '')}.k_scale", f"{attention}.kv_scale"}
+        others |= {f"{base}.{name}" for name in ("activation_scale", "output_scale", "output_zero_point")}
+        others |= {f"{attention}.{name}" for name in ("q_scale", "v_zero_point")}
         return {**tensors, **dict.fromkeys(others, scale)}, values
 
     exact = quantise_folder(llama, tmp_path / "model", FORMATS["fp8"][0], pack, ())
@@ -129,6 +132,7 @@ def test_biases_of_zeros_that_older_autogptq_writes_are_passed_over(
             {"quant_method": "awq", "bits": 4, "version": "gemv"},
             "awq with version gemv is not supported; supported: gemm",
         ),
+        ({"quant_method": "awq", "bits": 4, "format": "gemv"}, "awq with version gemv is not supported"),
         ({"quant_method": "gptq", "bits": 3}, "gptq with bits 3 is not supported; supported: 4, 8"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"a": {}}}, "other settings for some layers"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 with fmt e5m2 is not supported"),
