@@ -57,7 +57,8 @@ def _gptq(tensors: Mapping[str, Tensor], how: Quantisation) -> CodedWeight:
 def _packed(tensors: Mapping[str, Tensor]) -> CodedWeight:
     """compressed-tensors' pack-quantized: the width of a code is that by which the shape comes out."""
     rows, columns = tensors["weight_shape"].tolist()
-    packed, scales = tensors["weight_packed"], tensors["weight_scale"].view(rows, -1)
+    packed, scales = tensors["weight_packed"], tensors["weight_scale"]
+    scales = scales.view(min(rows, scales.numel()), -1).expand(rows, -1)
     bits = 8 if packed.shape[1] == -(-columns // 4) else 4
     codes = _unpack(packed, bits)[:, :columns]
     if len(codes) != rows or codes.shape[1] != columns:
@@ -66,7 +67,9 @@ def _packed(tensors: Mapping[str, Tensor]) -> CodedWeight:
     if "weight_zero_point" in tensors:
         stored = tensors["weight_zero_point"]
         zeros = _unpack(stored.t(), bits).t()[:rows] if stored.dtype == torch.int32 else stored.int() + zeros
-    return _coded(codes, scales, zeros, bits, tensors.get("weight_g_idx"))
+    groups = tensors.get("weight_g_idx")
+    is_unused = groups is not None and bool((groups == -1).any())  # columns are in order
+    return _coded(codes, scales, zeros, bits, None if is_unused else groups)
 
 
 def _scaled(tensors: Mapping[str, Tensor], how: Quantisation) -> CodedWeight:

@@ -144,6 +144,19 @@ def packed(base: str, weight: Array, bits: int, *, symmetric: bool = True) -> tu
     return _named(base, tensors), values_of(codes, scales, zeros, groups)
 
 
+def packed_with_unused_groups(base: str, weight: Array) -> tuple[Tensors, Array]:
+    tensors, values = packed(base, weight, bits=4)
+    return {**tensors, f"{base}.weight_g_idx": np.full(weight.shape[1], -1, np.int32)}, values
+
+
+def packed_with_one_scale(base: str, weight: Array) -> tuple[Tensors, Array]:
+    scale = (np.abs(weight).max()[None] / 7).astype(np.float32)
+    codes = np.clip(np.rint(weight / scale) + 8, 0, 15).astype(np.int64)
+    shape = np.array(weight.shape, np.int64)
+    tensors = {"weight_packed": words(codes, in_order(4)), "weight_scale": scale, "weight_shape": shape}
+    return _named(base, tensors), ((codes - 8) * scale).astype(np.float32)
+
+
 def _named(base: str, tensors: Tensors) -> Tensors:
     return {f"{base}.{role}": array for role, array in tensors.items()}
 

@@ -22,7 +22,18 @@ from engine.models.quantised.weight import CodedWeight, SmallWeight
 from engine.models.registry import load_decoder, load_encoder
 from engine.native import quantised
 from tests.engine.models.dense import decoder_of, edit_json, logits_of
-from tests.engine.models.quantised.packing import Array, Tensors, awq, fp8, fp8_blocks, gptq, packed, quantise_folder
+from tests.engine.models.quantised.packing import (
+    Array,
+    Tensors,
+    awq,
+    fp8,
+    fp8_blocks,
+    gptq,
+    packed,
+    packed_with_one_scale,
+    packed_with_unused_groups,
+    quantise_folder,
+)
 
 CPU = torch.device("cpu")
 Pack = Callable[[str, Array], tuple[Tensors, Array]]
@@ -46,6 +57,8 @@ FORMATS: dict[str, tuple[dict[str, Any], Pack]] = {
     "float-quantized": (compressed("float-quantized", num_bits=8, strategy="channel"), partial(fp8, per_row=True)),
     "pack-quantized 4": (compressed("pack-quantized", num_bits=4, **_GROUPED), partial(packed, bits=4)),
     "pack-quantized 8": (compressed("pack-quantized", num_bits=8, **_GROUPED), partial(packed, bits=8)),
+    "groups not used": (compressed("pack-quantized", num_bits=4, **_GROUPED), packed_with_unused_groups),
+    "pack-quantized, one scale": (compressed("pack-quantized", num_bits=4, strategy="tensor"), packed_with_one_scale),
     "asymmetric": (compressed("pack-quantized", num_bits=4, **_GROUPED), partial(packed, bits=4, symmetric=False)),
 }
 
