@@ -62,8 +62,8 @@ def run(settings: Settings) -> int:
         info = load_model_info(settings.model, settings.lora_modules)
         service = Service(settings, info, instance_id)
         listener = bind(settings.host, settings.port)
-    except TriptychError as error:
-        log.error("cannot start", error=error.info.message)
+    except (TriptychError, OSError) as error:
+        log.error("cannot start", error=str(error))
         return 1
     with listener:
         return 0 if asyncio.run(_serve_until_signal(service, listener)) else 1

@@ -307,6 +307,8 @@ def main() -> None:
     except TriptychError as error:
         usage = error.info.code in ("invalid_request", "model_not_found")
         _fail(error.info.message, EXIT_USAGE if usage else EXIT_FAILURE)
+    except PermissionError as error:
+        _fail(str(error), EXIT_USAGE)
     sys.exit(cast(int, code or 0))
 
 

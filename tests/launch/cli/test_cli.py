@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -148,6 +150,23 @@ def test_a_model_folder_that_cannot_be_served_is_a_sentence(
     code, output, errors = run(f"serve {tmp_path}", monkeypatch, capsys)
     assert (code, output, errors.count("\n")) == (2, "", 1)
     assert said.format(folder=tmp_path) in errors
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_a_file_of_another_user_is_a_sentence(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(BUNDLED / "numerals", tmp_path / "model")
+    opened = Path.open if file == "model.safetensors" else Path.stat  # as root no file is refused
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path == folder / file:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, opened.__name__, refuse)
+    code, _, errors = run(f"serve {folder}", monkeypatch, capsys)
+    assert (code, errors) == (2, f"error: [Errno 13] Permission denied: '{folder}/{file}'\n")
 
 
 def test_a_damaged_tokenizer_is_a_sentence_before_anything_starts(
