@@ -77,7 +77,7 @@ def read_text_config(info: ModelInfo) -> TextConfig:
         mlp_bias=bool(json.get("mlp_bias", False)),
         qk_norm=qwen3,
         windows=_windows(json, kind, info.max_model_len),
-        tied=is_tied(info, default=kind.startswith("gemma3")),
+        tied=is_tied(info, default=info.family.name.startswith(("gemma3", "qwen3_asr"))),
     )
 
 

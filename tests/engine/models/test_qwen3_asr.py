@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from common.model_info import load_model_info
 from engine import processors
 from engine.processors import ProcessedInput
 from engine.processors.qwen3_asr import Qwen3ASRProcessor, num_output_tokens
-from tests.engine.models.dense import edit_json
+from tests.engine.models.dense import decoder_of, edit_json
 from tests.engine.models.encoders import assert_bfloat16_close, assert_outputs_equal
 from tests.media_files import sound_file
 from tests.tiny.qwen import make_qwen3_asr
@@ -39,6 +40,13 @@ def noise(seconds: float) -> npt.NDArray[np.float32]:
 def clips(folder: Path, dtype: str = "float32") -> list[ProcessedInput]:
     processors.init_worker(str(folder), dtype)
     return [processors.process("audio", sound_file(noise(seconds), subtype="FLOAT")) for seconds in SECONDS]
+
+
+def test_the_head_is_the_embedding_where_config_json_does_not_say(folder: Path, tmp_path: Path) -> None:
+    silent = Path(shutil.copytree(folder, tmp_path / "silent"))
+    edit_json(silent / "config.json", lambda config: {k: v for k, v in config.items() if k != "tie_word_embeddings"})
+    assert Qwen3ASRForConditionalGeneration.from_pretrained(silent).config.tie_word_embeddings
+    assert decoder_of(silent).lm_head is None
 
 
 def test_clips_are_processed_as_by_transformers(folder: Path) -> None:
