@@ -152,7 +152,8 @@ def resolve_model(model: str) -> Path:
 
     try:
         patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
-        return Path(snapshot_download(model, allow_patterns=patterns))
+        again = ["consolidated*", "model.fp*", "*/*.safetensors"]  # the same weights, for others
+        return Path(snapshot_download(model, allow_patterns=patterns, ignore_patterns=again))
     except Exception as error:  # the hub client raises many kinds
         message = f"{model!r} is no folder here, and cannot be got from the hub: {error}"
         if isinstance(error, LocalEntryNotFoundError):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 
 from common.errors import TriptychError
 from common.model_info import BUNDLED, load_model_info
@@ -76,6 +77,20 @@ def test_an_impossible_recommendation_is_a_sentence(folder: Path, name: str, val
     (folder / "generation_config.json").write_text(json.dumps({name: value}))
     with pytest.raises(TriptychError, match=f"^cannot use {folder}/generation_config.json: .*{name}.*config none$"):
         load_model_info(str(folder)).sampling_defaults("auto")
+
+
+def test_weights_that_a_repository_has_twice_are_downloaded_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = ["config.json", "model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    again = ["consolidated.safetensors", "model.fp32-00001-of-00002.safetensors", "original/model.safetensors"]
+    got: list[str] = []
+
+    def download(_: str, **patterns: list[str]) -> Path:
+        got.extend(filter_repo_objects([*used, *again, "pytorch_model.bin"], **patterns))
+        return folder
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    load_model_info("o/m")
+    assert got == used
 
 
 def test_a_hub_that_cannot_be_reached_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
