@@ -155,7 +155,7 @@ def resolve_model(model: str) -> Path:
         again = ["consolidated*", "model.fp*", "*/*.safetensors"]  # the same weights, for others
         return Path(snapshot_download(model, allow_patterns=patterns, ignore_patterns=again))
     except Exception as error:  # the hub client raises many kinds
-        message = f"{model!r} is no folder here, and cannot be got from the hub: {error}"
+        message = f"{model!r} is no folder here, and cannot be got from the hub: {' '.join(str(error).split())}"
         if isinstance(error, LocalEntryNotFoundError):
             message = f"{model!r} is no folder here, not in the hub's cache either, and the hub cannot be reached: "
             message += f"check the network and HF_HUB_OFFLINE, or `hf download {model} --local-dir FOLDER` elsewhere"

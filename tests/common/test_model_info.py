@@ -101,3 +101,12 @@ def test_a_hub_that_cannot_be_reached_is_told_with_what_to_do(monkeypatch: pytes
     with pytest.raises(TriptychError, match=r"cannot be reached: check .*hf download o/m --local") as caught:
         load_model_info("o/m")
     assert "ConnectError" not in caught.value.info.message
+
+
+def test_a_model_that_the_hub_keeps_back_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("401 Client Error.\n\nCannot access gated repo for url U.\nAccess to model o/m is restricted.")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(TriptychError, match=r"hub: 401 Client Error\. Cannot access gated repo for url U\. Access to"):
+        load_model_info("o/m")
