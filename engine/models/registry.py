@@ -78,7 +78,7 @@ def make_encoder(info: ModelInfo) -> EncoderModel:
 
     build: Callable[[Any], EncoderModel] = pkgutil.resolve_name(info.family.encoder)
     with _without_faults(info):
-        config = AutoConfig.from_pretrained(info.folder)
+        config = AutoConfig.from_pretrained(info.folder, trust_remote_code=False)
         with without_memory():
             return build(config)
 

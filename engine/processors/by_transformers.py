@@ -28,7 +28,9 @@ class TransformersImages(ABC):
         from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
         try:
-            self.preprocessor: Any = AutoImageProcessor.from_pretrained(info.folder, backend="pil")
+            self.preprocessor: Any = AutoImageProcessor.from_pretrained(
+                info.folder, backend="pil", trust_remote_code=False
+            )
         except (ImportError, OSError) as error:
             raise ValueError(f"transformers cannot make it: {' '.join(str(error).split())}") from error
         self.token_id = int(info.config[info.family.placeholder])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from common.errors import TriptychError
-from common.model_info import load_model_info
+from common.model_info import ModelInfo, load_model_info
 from common.text.processor import TextProcessor
 from engine import processors
 from engine.models.base import EncoderModel
+from engine.models.registry import make_encoder
 from engine.processors import ProcessedInput
 from engine.processors.llava_next import LlavaNextProcessor
 from tests.engine.models.dense import decoder_of, edit_json
@@ -78,6 +80,29 @@ def test_a_preprocessor_unknown_to_transformers_is_refused(tmp_path: Path) -> No
     edit_json(folder / "preprocessor_config.json", lambda json: {**json, "image_processor_type": "NoImageProcessor"})
     with pytest.raises(TriptychError, match=r"preprocessor .* cannot be used"):
         processors.init_worker(str(folder), "float32")
+
+
+@pytest.mark.parametrize(
+    ("file", "kind", "auto", "make"),
+    [
+        ("config.json", "model_type", "AutoConfig", make_encoder),
+        ("preprocessor_config.json", "image_processor_type", "AutoImageProcessor", processors.make_processor),
+    ],
+)
+def test_code_in_a_folder_is_not_run_and_nobody_is_asked(
+    file: str,
+    kind: str,
+    auto: str,
+    make: Callable[[ModelInfo], object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = make_llava_next(tmp_path / "model")
+    edit_json(folder / file, lambda config: {**config, kind: "own", "auto_map": {auto: "code.Own"}})
+    (folder / "code.py").write_text("raise SystemExit('it runs')")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked to run it"))
+    with pytest.raises(TriptychError, match="execute"):
+        make(load_model_info(str(folder)))
 
 
 def test_a_checkpoint_under_the_names_of_todays_modules_is_shared_out(folder: Path, tmp_path: Path) -> None:
