@@ -212,7 +212,8 @@ class TextProcessor:
         assert template is not None
         if self._writes_videos and any(_shows_video(message) for message in messages):
             template = template.environment.from_string(_SMOLVLM_VIDEO)
-        return str(template.render({**variables, **self._specials, "messages": messages}))
+        absent = {"tools": None, "documents": None}  # defined, as in transformers
+        return str(template.render({**absent, **variables, **self._specials, "messages": messages}))
 
     def _shows_plain_strings(self) -> bool:
         """Return whether the template renders a message given as a string: some templates only loop over parts."""

@@ -106,6 +106,13 @@ def test_a_template_gets_variables_of_the_request(folder: Path, options: dict[st
     assert text.decode(text.render_chat(OPEN, **options)).endswith(f"green, <|end|>{end.removeprefix('<|end|>')}")
 
 
+def test_tools_and_documents_that_are_not_given_are_none_as_by_transformers(folder: Path) -> None:
+    template = "{% for name in (tools, documents) %}{{ name is defined }}{{ name is none }}{% endfor %}"
+    theirs = PreTrainedTokenizerFast(tokenizer_object=text_of(folder).tokenizer)
+    expected = theirs.apply_chat_template(OPEN[:1], chat_template=template, tokenize=False)
+    assert text_of(folder, template).chat_text(OPEN[:1]) == expected == "TrueTrue" * 2
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

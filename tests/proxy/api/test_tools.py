@@ -29,7 +29,7 @@ CALLS = (
     '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
 )
 TEMPLATE = """\
-{%- for tool in tools %}[tool {{ tool | tojson }}]{% endfor -%}
+{%- for tool in tools or [] %}[tool {{ tool | tojson }}]{% endfor -%}
 {%- for message in messages %}
 <{{ message.role }}>{{ message.content }}
 {%- if message.reasoning_content %}(thought: {{ message.reasoning_content }}){% endif %}
