@@ -25,6 +25,8 @@ from common.sampling_params import MAX_LOGPROBS
 from proxy.api.sampling_fields import GenerationRequest, list_tag
 from proxy.api.structured import Constraint
 from proxy.api.tools import ToolCall, ToolFields
+from proxy.conversation.dialect import Dialect
+from proxy.conversation.parts import Parser
 from proxy.server.errors import FIRST_ERROR, from_validation, unsupported
 from proxy.server.request_context import RequestContext
 
@@ -224,6 +226,10 @@ class ChatRequest(ToolFields, GenerationRequest):
         if form is not None:
             raise invalid(f"{form.field} cannot be used together with tool_choice, which asks for a call", form.field)
         return forced
+
+    def call_parser(self, dialect: Dialect) -> Parser | None:
+        """Return the parser of an answer's calls; None where no call can come: an answer of another form has none."""
+        return super().call_parser(dialect) if self.forces_call or self.constraint() is None else None
 
     def template_variables(self) -> dict[str, Any]:
         """Return variables for the chat template. A constrained answer does not think: its form is that of the text."""

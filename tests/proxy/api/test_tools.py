@@ -303,6 +303,15 @@ async def test_a_constrained_answer_does_not_think(serve, long_text_model):
         assert prompt(rig).endswith("</think>\n\n")
 
 
+async def test_an_answer_of_a_given_form_is_streamed_as_text_whatever_it_looks_like(serve, long_text_model):
+    text = '{"name": "now", "parameters": {}}'
+    async with serve(long_text_model.folder, encoders=0, chat_template=TEMPLATE, tool_call_parser="llama3_json") as rig:
+        answers(rig, text)
+        message, chunks = await streamed(rig, response_format={"type": "json_object"})
+        assert (message["content"], message["calls"], chunks[-1].choices[0].finish_reason) == (text, [], "stop")
+        assert len(chunks) > 4
+
+
 async def test_settings_turn_parsers_off(serve, long_text_model):
     off = {"tool_call_parser": "none", "reasoning_parser": "none"}
     async with serve(long_text_model.folder, encoders=0, chat_template=TEMPLATE, **off) as rig:
