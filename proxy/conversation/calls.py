@@ -190,6 +190,8 @@ class MistralCalls(CallParser):
         begin = self._blanks(begin)
         if self._held[begin : begin + 1] == "[":
             found = self._json(begin)
+            if found and not found[0]:
+                raise Malformed
             return found and ([part for value in found[0] for part in self._object(value)], found[1])
         head = self._held.find("{", begin)
         if head < 0:

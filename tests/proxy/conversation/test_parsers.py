@@ -145,6 +145,7 @@ def test_mistral_calls_are_a_list_or_follow_their_names():
     assert calls_of("mistral", listed, single=True) == [*ROME]
     assert calls_of("mistral", '[TOOL_CALLS]get_weather[ARGS]{"city": "Rome"}[TOOL_CALLS]now{}') == [*ROME, *NOW]
     assert calls_of("mistral", "[TOOL_CALLS]now[CALL_ID]a1B2[ARGS]{}") == [*NOW]
+    assert calls_of("mistral", f"[TOOL_CALLS][]{listed}", single=True) == [("content", "[TOOL_CALLS][]"), *ROME]
 
 
 def test_xml_values_take_the_type_that_the_schema_gives_them():
