@@ -139,7 +139,8 @@ def _to_llguidance(grammar: Grammar) -> str:
             schema = '{"type": "object"}' if grammar.kind == "json_object" else grammar.text
             schema = "{}" if schema.strip() == "true" else schema  # options need an object
             return str(llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=_COMPACT))
-        return llguidance.grammar_from(cast(Any, grammar.kind), grammar.text)
+        is_lark = grammar.kind == "grammar" and "::=" not in grammar.text  # the library overlooks Lark's `?start`
+        return llguidance.grammar_from("lark" if is_lark else cast(Any, grammar.kind), grammar.text)
     except (ValueError, RecursionError) as error:
         raise _refused(grammar, str(error)) from error
 

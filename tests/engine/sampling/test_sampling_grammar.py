@@ -96,7 +96,15 @@ def test_one_of_the_choices_is_given(sampler: Sampler, seed: int) -> None:
     assert generate(sampler, sequence, seed) in choices
 
 
-@pytest.mark.parametrize("text", ['start: "(" start ")" | "x"', 'root ::= "(" root ")" | "x"'], ids=["lark", "gbnf"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        'start: "(" start ")" | "x"',
+        '// In Lark, too\n  ?start: inner\n?inner: "(" start ")" | "x"',
+        'root ::= "(" root ")" | "x"',
+    ],
+    ids=["lark", "lark with ?start", "gbnf"],
+)
 def test_a_context_free_grammar_is_followed_in_either_notation(sampler: Sampler, text: str) -> None:
     sequence = make_sequence(grammar=Grammar("grammar", text), logit_bias={ord("x"): 1.0})
     output = generate(sampler, sequence)
@@ -170,7 +178,8 @@ def test_rows_of_a_batch_follow_their_own_grammars(sampler: Sampler) -> None:
         (Grammar("json_schema", '{"$ref": "https://example.com/other.json"}'), "example.com"),
         (Grammar("json_schema", '{"allOf": [{"type": "string"}, {"type": "integer"}]}'), "json_schema"),
         (Grammar("grammar", 'start: "x" missing'), 'unknown name: "missing"'),
-        (Grammar("grammar", "nonsense @@@"), "Expected ::="),
+        (Grammar("grammar", "nonsense @@@"), "lexer error"),
+        (Grammar("grammar", "root ::= @@@"), "from GBNF"),
         (Grammar("grammar", ""), "grammar"),
         (Grammar("choice", "yes"), "not a JSON list"),
         (Grammar("choice", "[]"), "at least one string"),
