@@ -38,7 +38,8 @@ def call_grammar(tools: Schemas, name: str | None = None, *, single: bool = Fals
 
 
 def _arguments(tools: Schemas, name: str) -> str:
-    schema = {"type": "object", **closed(tools[name] or {}), "x-guidance": {"whitespace_flexible": False}}
+    given = closed(tools[name] or {"properties": {}})
+    schema = {"type": "object", **given, "x-guidance": {"whitespace_flexible": False}}
     return "%json " + json.dumps(schema)
 
 

@@ -397,6 +397,7 @@ def test_forced_calls_are_valid_calls_of_the_tools(sampler: Sampler, seed: int) 
     tools = {
         "ask": {**referring, "$defs": {"person": person}},
         "tell": {"type": "object", "properties": {}},
+        "now": None,
     }
 
     def calls(grammar: Grammar) -> list[dict[str, Any]]:
@@ -411,3 +412,4 @@ def test_forced_calls_are_valid_calls_of_the_tools(sampler: Sampler, seed: int) 
     assert len(calls(call_grammar(tools, single=True))) == 1
     named = calls(call_grammar(tools, "ask"))
     assert set(named["who"]) == {"name", "age"}
+    assert calls(call_grammar(tools, "now")) == {}, "a tool without parameters takes no arguments"
