@@ -22,6 +22,8 @@ _KEPT: Final = frozenset(("const", "default", "enum", "example", "examples", "al
 """Keywords of values, or of schemas of parts of an object."""
 _COMPOSED: Final = frozenset(("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "unevaluatedProperties"))
 """Keywords that may add properties to an object."""
+_NAMING: Final = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+"""Keywords of schemas by names, and these may read like keywords."""
 _HEAD: Final = re.compile(r'\s*\}?\s*[\[,]\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"parameters"\s*:\s*(?=\{)')
 
 
@@ -43,18 +45,20 @@ def _arguments(tools: Schemas, name: str) -> str:
     return "%json " + json.dumps(schema)
 
 
-def closed(schema: Any) -> Any:
+def closed(schema: Any, by_name: bool = False) -> Any:
     """Return a JSON schema whose objects have no properties but those it lists, unless it says otherwise.
 
-    A weak model would invent properties up to the end of the context.
+    A weak model would invent properties up to the end of the context. `by_name`: the value is schemas by names.
     """
     if isinstance(schema, list):
         return [closed(one) for one in schema]
     if not isinstance(schema, Mapping):
         return schema
+    if by_name:
+        return {name: closed(value) for name, value in schema.items()}
     kept = _KEPT | (_COMPOSED if "properties" in schema else frozenset())
     end = {"additionalProperties": False} if "properties" in schema and not schema.keys() & _COMPOSED else {}
-    return end | {name: value if name in kept else closed(value) for name, value in schema.items()}
+    return end | {name: value if name in kept else closed(value, name in _NAMING) for name, value in schema.items()}
 
 
 class NamedCall:

@@ -21,6 +21,10 @@ END = {"additionalProperties": False}
         (A | {"additionalProperties": True}, A | {"additionalProperties": True}),
         ({"items": A, "$defs": {"b": B}}, {"items": END | A, "$defs": {"b": END | B}}),
         ({"anyOf": [A, B]}, {"anyOf": [END | A, END | B]}),
+        (
+            {"properties": {"examples": A, "properties": A}},
+            END | {"properties": {"examples": END | A, "properties": END | A}},
+        ),
         (True, True),
     ],
 )
