@@ -533,7 +533,7 @@ def _chat_prompt(
     media: dict[str, list[Any]] = {}
     rendered = []
     for message in messages:
-        content = message["content"]
+        content = message.get("content") or ""  # calls may come alone
         if not isinstance(content, str):
             for part in content:
                 kind = part.get("type")

@@ -201,19 +201,19 @@ class TextProcessor:
         return _SURROGATE.sub("\ufffd", text)
 
     def _render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
-        if self._takes_parts_only:
-            messages = [
-                {**message, "content": [{"type": "text", "text": message["content"]}]}
-                if isinstance(message.get("content"), str)
-                else message
-                for message in messages
-            ]
+        messages = [{**message, "content": self._as_taken(message["content"])} for message in messages]
         template = self._template
         assert template is not None
         if self._writes_videos and any(_shows_video(message) for message in messages):
             template = template.environment.from_string(_SMOLVLM_VIDEO)
         absent = {"tools": None, "documents": None}  # defined, as in transformers
         return str(template.render({**absent, **variables, **self._specials, "messages": messages}))
+
+    def _as_taken(self, content: Any) -> Any:
+        """Return the content of a message as the template takes it; a model of text alone gets the parts as one."""
+        if isinstance(content, list) and self.info.media_kind is None:
+            content = "\n".join(part["text"] for part in content if part["type"] == "text")
+        return [{"type": "text", "text": content}] if self._takes_parts_only and isinstance(content, str) else content
 
     def _shows_plain_strings(self) -> bool:
         """Return whether the template renders a message given as a string: some templates only loop over parts."""

@@ -23,7 +23,7 @@ from proxy.api.prompts import job_of_pair, processed_prompts, sampling_within
 from proxy.api.speech import Speech, SpeechOptions
 from proxy.api.tools import CallDeltas, joined_text
 from proxy.conversation.answer import AnswerParser
-from proxy.conversation.dialect import Dialect, explained
+from proxy.conversation.dialect import Dialect, explained, text_of
 from proxy.conversation.parts import AnswerPart
 from proxy.conversation.thinking import BEGIN, END, ThinkParser
 from proxy.dispatch.jobs import Job, MediaItem, make_slots
@@ -222,21 +222,19 @@ def collect_media(messages: list[Message], kinds: Sequence[MediaKind], model: st
     return sources
 
 
-def template_messages(messages: list[Message], with_media: bool) -> list[dict[str, Any]]:
-    """Return messages for chat templates: parts for a model with media, plain text for any other."""
+def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
+    """Return messages for chat templates."""
     rendered = []
     for message in messages:
         role = "system" if message.role == "developer" else message.role
         content: str | list[dict[str, str]]
         if not isinstance(message.content, list):
             content = message.content or ""
-        elif with_media:
+        else:
             content = [
                 {"type": "text", "text": part.text} if isinstance(part, TextPart) else _PLACEHOLDERS[part.type]
                 for part in message.content
             ]
-        else:
-            content = "\n".join(part.text for part in message.content if isinstance(part, TextPart))
         rendered.append({"role": role, "content": content, **_further(message)})
     return rendered
 
@@ -263,7 +261,7 @@ def make_prompt(text: TextProcessor, dialect: Dialect, body: ChatRequest) -> tup
     An answer that may not think, by choice or because of its form, begins behind the end of reasoning.
     Raises TriptychError("invalid_request") where the template refuses, and as `TextProcessor.encode_chat` does.
     """
-    messages = template_messages(body.messages, text.info.media_kind is not None)
+    messages = template_messages(body.messages)
     tools, variables = body.template_tools(), body.template_variables()
     if not dialect.knows_tools and (tools or any(one.tool_calls or one.role == "tool" for one in body.messages)):
         messages, tools = explained(messages, tools), []
@@ -333,7 +331,7 @@ def _transcribe(
             message = f"{name} is not available for a speech model: a clip has one transcript, and no template"
             raise invalid(message, name)
     sampling = body.sampling(service.text, service.max_model_len, service.sampling_defaults | {"temperature": 0.0})
-    texts = [message["content"] for message in template_messages(body.messages, with_media=False)]
+    texts = [text_of(message["content"]) for message in template_messages(body.messages)]
     told = whisper_prompt.options(
         service.info,
         service.text,

@@ -71,7 +71,7 @@ def explained(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]
     told: list[dict[str, Any]] = []
     for are_results, run in groupby(messages, lambda message: message["role"] == "tool"):
         if are_results:
-            results = [f"<tool_response>{_text(message['content'])}</tool_response>" for message in run]
+            results = [f"<tool_response>{text_of(message['content'])}</tool_response>" for message in run]
             told.append({"role": "user", "content": "\n".join(results)})
         else:
             told += map(_without_calls, run)
@@ -79,7 +79,7 @@ def explained(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]
         return told
     system = _EXPLAINED.format(tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
     if told and told[0]["role"] == "system":
-        first = {"role": "system", "content": f"{_text(told[0]['content'])}\n\n{system}"}
+        first = {"role": "system", "content": f"{text_of(told[0]['content'])}\n\n{system}"}
         return [first, *told[1:]]
     return [{"role": "system", "content": system}, *told]
 
@@ -89,10 +89,11 @@ def _without_calls(message: dict[str, Any]) -> dict[str, Any]:
     if not message.get("tool_calls"):
         return message
     calls = [f"<tool_call>{json.dumps(call['function'])}</tool_call>" for call in message["tool_calls"]]
-    return {"role": "assistant", "content": "\n".join(filter(None, [_text(message["content"]), *calls]))}
+    return {"role": "assistant", "content": "\n".join(filter(None, [text_of(message["content"]), *calls]))}
 
 
-def _text(content: Any) -> str:
+def text_of(content: Any) -> str:
+    """Return the text of a message's content, its parts joined by newlines."""
     if isinstance(content, str):
         return content
     return "\n".join(part["text"] for part in content if part["type"] == "text")

@@ -12,6 +12,7 @@ from common.sampling_params import SamplingParams
 from engine.llm import LLM
 from tests import tiny_models
 from tests.media_files import encoded, noise
+from tests.tiny.text import make_qwen3
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
@@ -49,6 +50,15 @@ def test_a_part_of_another_type_is_refused_not_left_out() -> None:
     parts = [{"type": "image_url", "image_url": {"url": "file:///sign.png"}}, {"type": "text", "text": "What is it?"}]
     with pytest.raises(TriptychError, match="text, image, audio and video, not image_url"):
         LLM("signpost").chat([{"role": "user", "content": parts}], GREEDY)
+
+
+def test_parts_are_one_text_for_a_model_of_text_as_over_http_and_content_may_be_missing(tmp_path: Path) -> None:
+    folder = make_qwen3(tmp_path / "model")
+    llm = LLM(folder, chat_template="{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    asked = [{"role": "user", "content": parts}, {"role": "assistant", "content": None}, {"role": "assistant"}]
+    [output] = llm.chat(asked, GREEDY, return_prompts=True)
+    assert output.prompt == "[one\ntwo][][]"
 
 
 def test_prompts_without_parameters_are_sampled_as_generation_config_says(tmp_path: Path) -> None:
