@@ -362,14 +362,23 @@ def _before_end_mark(rendered: str) -> str:
 
 
 def _template_source(info: ModelInfo, config: Mapping[str, Any]) -> str | None:
-    """Return the model's own chat template. `config` is the tokenizer's."""
+    """Return the model's own chat template; of several named ones the default, and with tools the one for their use.
+
+    `config` is the tokenizer's.
+    """
     template_path = info.folder / "chat_template.jinja"
+    tool_use_path = info.folder / "additional_chat_templates" / "tool_use.jinja"
     # Models with media used to keep it in a file beside the tokenizer's.
     source = read_json(info.folder / "chat_template.json").get("chat_template") or config.get("chat_template")
     if template_path.is_file():
         source = template_path.read_text()
-    if isinstance(source, list):  # several named templates
-        source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
+    named = {one["name"]: one["template"] for one in source} if isinstance(source, list) else {"default": source}
+    source, tool_use = named.get("default"), named.get("tool_use")
+    if tool_use_path.is_file():
+        tool_use = tool_use_path.read_text()
+    if source and tool_use:
+        tool_use, source = (text.removesuffix("\n") for text in (tool_use, source))  # as Jinja does at the end of each
+        source = f"{{% if tools %}}\n{tool_use}{{% else %}}\n{source}{{% endif %}}"
     placeholder, default = _DEFAULT_TEMPLATES.get(info.family.name, ("", None))
     return default if default is not None and placeholder not in (source or "") else source
 

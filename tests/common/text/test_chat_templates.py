@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from transformers import PreTrainedTokenizerFast, Qwen2AudioProcessor
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2AudioProcessor
 
 from common.errors import TriptychError
 from common.model_info import load_model_info
 from common.text.processor import TextProcessor
 from tests.tiny import qwen
+from tests.tiny.text import make_qwen3
 
 CLIP, TEXT = {"type": "audio"}, {"type": "text", "text": "What's that?"}
 CONVERSATIONS: list[list[dict[str, Any]]] = [
@@ -111,6 +112,28 @@ def test_tools_and_documents_that_are_not_given_are_none_as_by_transformers(fold
     theirs = PreTrainedTokenizerFast(tokenizer_object=text_of(folder).tokenizer)
     expected = theirs.apply_chat_template(OPEN[:1], chat_template=template, tokenize=False)
     assert text_of(folder, template).chat_text(OPEN[:1]) == expected == "TrueTrue" * 2
+
+
+@pytest.mark.parametrize("kept", ["list", "folder"])
+def test_a_template_for_the_use_of_tools_is_taken_with_tools_as_by_transformers(tmp_path: Path, kept: str) -> None:
+    folder = make_qwen3(tmp_path / "model")
+    named = {
+        "default": "\n[{{ messages[0].content }}]\n",
+        "tool_use": "{% for t in tools %}{{ t.function.name }}{% endfor %}!\n",
+    }
+    if kept == "list":
+        (folder / "chat_template.jinja").unlink()
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        config["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    else:
+        (folder / "chat_template.jinja").write_text(named["default"])
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(named["tool_use"])
+    ours, theirs = text_of(folder), AutoTokenizer.from_pretrained(folder)
+    for tools in (None, [{"type": "function", "function": {"name": "now"}}]):
+        expected = theirs.apply_chat_template(OPEN[:1], tools=tools, tokenize=False)
+        assert ours.chat_text(OPEN[:1], tools=tools) == expected == ("now!" if tools else "\n[Colours?]")
 
 
 @pytest.mark.parametrize(
