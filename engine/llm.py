@@ -499,6 +499,7 @@ class LLM:
         hidden = len(live.sampling.prefix_allowed)  # generated tokens that belong to the prompt (a detected language)
         if len(sequence.token_ids) > hidden:
             shown = sequence.token_ids[max(hidden, len(sequence.token_ids) - len(event.token_ids)) :]
+            shown = shown[:-1] if reason == "stop" else shown  # without the token that ended it
             sequence.text += sequence.detokenizer.push(shown, final=reason is not None)
         if sequence.detokenizer.stopped and reason is None:
             reason = "stop"

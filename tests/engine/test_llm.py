@@ -180,6 +180,7 @@ def test_bad_words_never_appear_and_stop_strings_wait_for_the_least_length(llm: 
     assert len(free) == 12
     assert free[3] not in text(bad_words=(free[3],))
     assert text(stop=(free[0],)) == ""
+    assert text(stop_token_ids=(ord(free[0]),)) == "", "the token that ends a text is no part of it, as over HTTP"
     later = text(stop=(free[0],), min_tokens=6)
     assert later == free or len(later) >= 6
 
