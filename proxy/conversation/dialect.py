@@ -88,7 +88,9 @@ def _without_calls(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message with its calls as text."""
     if not message.get("tool_calls"):
         return message
-    calls = [f"<tool_call>{json.dumps(call['function'])}</tool_call>" for call in message["tool_calls"]]
+    calls = [
+        f"<tool_call>{json.dumps(call['function'], ensure_ascii=False)}</tool_call>" for call in message["tool_calls"]
+    ]
     return {"role": "assistant", "content": "\n".join(filter(None, [text_of(message["content"]), *calls]))}
 
 

@@ -209,7 +209,7 @@ async def test_half_an_emoji_in_earlier_arguments_is_written_as_a_replacement(to
 
 async def test_a_template_without_tools_gets_them_as_text(serve, long_text_model):
     plain = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": '{"in": "Zürich"}'}}
     messages = [
         {"role": "system", "content": "Be brief."},
         USER,
@@ -224,7 +224,7 @@ async def test_a_template_without_tools_gets_them_as_text(serve, long_text_model
         shown = prompt(rig)
     assert shown.startswith("<system>Be brief.\n\nYou can call")
     assert '{"name": "now"}' in shown
-    assert '<assistant>So:\n<tool_call>{"name": "now", "arguments": {}}</tool_call>' in shown
+    assert '<assistant>So:\n<tool_call>{"name": "now", "arguments": {"in": "Zürich"}}</tool_call>' in shown
     assert "<user><tool_response>one</tool_response>\n<tool_response>two</tool_response><assistant>" in shown
 
 
