@@ -41,6 +41,8 @@ class CallParser:
     """
 
     marker: str
+    head = ""
+    """What begins a call whose marker a model has left out, if anything does."""
     trailer = ""
     between = _BLANKS
     """Characters without meaning behind a call."""
@@ -80,6 +82,8 @@ class CallParser:
         size = len(self.marker)
         if self.bare and self._begins and self._held[start : start + 1] == "{":
             at, size = start, 0
+        if self.head and (head := self._held.find(self.head)) >= 0 and not 0 <= at < head:
+            at, size = head, 0
         if at < 0:
             return self._text(final)
         try:
@@ -118,7 +122,7 @@ class CallParser:
         """Take text up to what may begin a call."""
         known = self._held
         if not final:
-            known = known[: len(known) - begun(known, self.marker)].rstrip(_BLANKS)
+            known = known[: len(known) - max(begun(known, self.marker), begun(known, self.head))].rstrip(_BLANKS)
         return self._take(len(known)) if known else None
 
     def _take(self, size: int) -> list[AnswerPart]:
@@ -209,17 +213,20 @@ class MistralCalls(CallParser):
 class XmlCalls(CallParser):
     """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`: Qwen3-Coder, Qwen3.5.
 
-    A value is text where the tool's schema says so, and otherwise JSON where it can be read as such.
+    A value is text where the tool's schema says so, and otherwise JSON where it can be read as such. As in vLLM,
+    `<tool_call>` and `</parameter>` may be missing, which the models leave out at times.
     """
 
-    marker, trailer = "<tool_call>", "</tool_call>"
+    marker, head, trailer = "<tool_call>", "<function=", "</tool_call>"
     _HEAD: Final = re.compile(r"\s*<function=([^<>\n]+)>")
-    _PARAMETER: Final = re.compile(r"\s*<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+    _PARAMETER: Final = re.compile(
+        r"\s*<parameter=([^<>\n]+)>\n?(.*?)(?:\n?</parameter>|\n(?=<parameter=)|\n?\Z)", re.DOTALL
+    )
     _END: Final = "</function>"
 
     def _read(self, begin: int, final: bool) -> tuple[list[AnswerPart], int] | None:
         start = self._held[self._blanks(begin) :]
-        if not start.startswith("<function=") and not "<function=".startswith(start):
+        if not start.startswith(self.head) and not self.head.startswith(start):
             raise Malformed
         end = self._held.find(self._END, begin)
         if end < 0:

@@ -162,6 +162,15 @@ def test_xml_values_take_the_type_that_the_schema_gives_them():
     assert calls_of("qwen3_coder", text) == [("call", "get_weather"), ("arguments", '{"city": "17", "days": 3}')]
 
 
+def test_calls_of_qwen3_coder_may_lack_their_outer_tag_and_ends_of_parameters():
+    text = "Well.\n<function=get_weather>\n<parameter=city>\nRome\n<parameter=days>\n3\n</function>\n</tool_call>"
+    found = [("call", "get_weather"), ("arguments", '{"city": "Rome", "days": 3}')]
+    assert calls_of("qwen3_coder", text) == [("content", "Well."), *found]
+    assert calls_of("qwen3_coder", f"{text}\n<function=now></function>") == [("content", "Well."), *found, *NOW]
+    kept = "<tool_call>\n<function=other>\n</function> and <function=now"
+    assert calls_of("qwen3_coder", kept) == [("content", kept)]
+
+
 @pytest.mark.parametrize(
     ("schema", "text", "value"),
     [
