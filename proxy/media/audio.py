@@ -200,7 +200,8 @@ def _open(path: str, param: str) -> Iterator[Recording]:
 
             def blocks(start: int) -> Iterator[FloatArray]:
                 file.seek(start)
-                yield from file.blocks(blocksize=10 * file.samplerate, dtype="float32", always_2d=True)
+                while len(block := file.read(10 * file.samplerate, dtype="float32", always_2d=True)):
+                    yield block  # `file.blocks` repeats old samples where a cut-off file has no more
 
             yield Recording(file.samplerate, file.frames, blocks)
     except soundfile.SoundFileError as error:  # whose text has the path in it

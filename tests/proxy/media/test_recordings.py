@@ -11,7 +11,7 @@ import soundfile
 from common.errors import TriptychError
 from proxy.media.audio import cut, split
 from proxy.media.helper_process import shared
-from tests.media_files import container
+from tests.media_files import container, sound_file, tone
 from tests.proxy.sample_media import speech
 
 RATE = 16000
@@ -39,6 +39,15 @@ def test_a_short_recording_is_one_window():
     with shared(container(samples_of(speech(3, RATE)), RATE, "webm", "libopus")) as path:
         ((window,), _) = split(path, 30.0, "file")
     assert abs(window.end_s - 3.0) < 0.1
+
+
+def test_an_mp3_file_that_breaks_off_ends_where_its_sound_does():
+    data = sound_file(tone(60), RATE, "MP3")
+    with shared(data[: len(data) // 2]) as path:  # its first frame tells of 60 s
+        windows, duration_s = split(path, 30.0, "file")
+        heard = [len(samples_of(cut(path, window, "file"))) for window in windows]
+    assert 25 < duration_s < 35
+    assert heard == [window.end - window.start for window in windows]
 
 
 @pytest.mark.parametrize("data", [b"\xff\xf1\x50\x80" + bytes(500), b"\0\0\0\x1cftypM4A " + bytes(500), b"no sound"])
