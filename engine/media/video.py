@@ -57,6 +57,7 @@ def _decoded(piece: VideoPiece) -> Iterator[av.VideoFrame]:
         packet = av.Packet(len(data))  # of bytes: the decoders read some padding behind a packet
         packet.update(data)
         packet.pts = number
+        packet.is_keyframe = piece.codec == "png"  # whose decoder adds others to the frame before
         yield from context.decode(packet)
     yield from context.decode(None)
 

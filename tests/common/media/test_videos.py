@@ -29,6 +29,7 @@ CODECS: list[tuple[str, str, dict[str, Any]]] = [
     ("libvpx", "webm", {"auto-alt-ref": 1, "lag-in-frames": 16}),
     ("libvpx-vp9", "webm", {}),
     ("mpeg2video", "mpeg", {"bf": 2}),
+    ("png", "mov", {"pix_fmt": "rgb24"}),
 ]
 
 
