@@ -61,6 +61,7 @@ from engine import processors
 from engine.core.decoder_engine import DecoderEngine
 from engine.core.encoder_engine import EncoderEngine
 from engine.device.memory import ENCODER_SHARE
+from engine.media.image import to_rgb
 from engine.state.events import Event
 
 __all__ = [
@@ -560,5 +561,5 @@ def _media_bytes(item: Any) -> bytes:
         samples, sampling_rate = item
         soundfile.write(buffer, np.asarray(samples), int(sampling_rate), format="WAV", subtype="FLOAT")
     else:
-        item.save(buffer, format="PNG")
+        to_rgb(item).save(buffer, format="PNG")
     return buffer.getvalue()

@@ -39,7 +39,7 @@ def decode_image(media: bytes) -> Image.Image:
         image.load()
         with contextlib.suppress(Exception):  # damaged EXIF fails in many ways, and the image is good without it
             ImageOps.exif_transpose(image, in_place=True)
-        return _to_rgb(image)
+        return to_rgb(image)
     except TriptychError:
         raise
     except Image.DecompressionBombError as error:  # at twice PIL's own limit, before there are numbers
@@ -53,7 +53,8 @@ def decode_image(media: bytes) -> Image.Image:
         raise TriptychError("bad_media", message) from error
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Return an image of any mode as RGB, transparency laid on white."""
     if image.mode.startswith("I"):  # 16 bits per pixel, which `convert` would clip at 255
         image = Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).clip(0, 255).astype(np.uint8))
     if "A" in image.getbands() or "transparency" in image.info:

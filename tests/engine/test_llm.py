@@ -160,6 +160,15 @@ def test_a_damaged_picture_leaves_nothing_behind(llm: LLM) -> None:
     assert llm.decoder.is_empty()
 
 
+@pytest.mark.parametrize("mode", ["CMYK", "YCbCr"])
+def test_a_picture_of_pil_may_have_a_mode_that_png_lacks(llm: LLM, mode: str) -> None:
+    picture = noise(56, 56).convert(mode)
+    forms = (picture, encoded(picture, "TIFF"))
+    prompts = [{**with_picture(llm, (56, 56)), "multi_modal_data": {"image": form}} for form in forms]
+    of_pil, of_file = llm.generate(prompts, GREEDY)  # type: ignore[arg-type]
+    assert of_pil.outputs == of_file.outputs
+
+
 def test_pictures_are_counted_where_they_are_computed(llm: LLM) -> None:
     before = llm.decoder.stats()["encoder_computations"]
     llm.generate([with_picture(llm, (84, 56))], GREEDY)  # type: ignore[list-item]
