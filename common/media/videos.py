@@ -156,8 +156,9 @@ def _read_track(container: InputContainer, limits: VideoLimits, what: str) -> _T
     first = first or next(iter(context.decode(None)), None)
     if first is None or not shown_at:
         raise TriptychError("bad_media", f"{what} has no frame that can be decoded")
-    if stream.frames > len(packets):
-        message = f"{what} is cut off: its header announces {stream.frames} frames, {len(packets)} are there"
+    announced = min(stream.frames, len(stream.index_entries))  # the index is short of what an edit list leaves out
+    if announced > len(packets):
+        message = f"{what} is cut off: its header announces {announced} frames, {len(packets)} are there"
         raise TriptychError("bad_media", message)
     shown_at.sort()
     for number, (_, place) in enumerate(shown_at):

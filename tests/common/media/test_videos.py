@@ -128,6 +128,14 @@ def test_what_is_no_video_is_refused() -> None:
         assert caught.value.info.code == "bad_media"
 
 
+def test_a_video_trimmed_by_an_edit_list_is_what_is_left_of_it() -> None:
+    media = bytearray(video_file(moving(50), 10, g=10))
+    at = media.index(b"elst") + 12
+    media[at : at + 4] = (2000).to_bytes(4, "big")  # of five seconds, in milliseconds
+    frames = [number for piece in pieces_of(bytes(media)) for number in piece.frames]
+    assert frames == [0, 5, 10, 15]
+
+
 def test_a_piece_that_lacks_packets_is_refused() -> None:
     [piece, *_] = pieces_of(video_file(moving(20), 10, codec="libx264"))
     for broken, message in (
