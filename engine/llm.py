@@ -558,8 +558,9 @@ def _media_bytes(item: Any) -> bytes:
     if isinstance(item, tuple):
         import soundfile
 
-        samples, sampling_rate = item
-        soundfile.write(buffer, np.asarray(samples), int(sampling_rate), format="WAV", subtype="FLOAT")
+        samples, sampling_rate = np.asarray(item[0]), int(item[1])
+        subtype = "FLOAT" if samples.dtype.kind == "f" else "PCM_32"  # whole numbers are parts of their range
+        soundfile.write(buffer, samples, sampling_rate, format="WAV", subtype=subtype)
     else:
         to_rgb(item).save(buffer, format="PNG")
     return buffer.getvalue()

@@ -4,14 +4,16 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders
 
 from common.errors import TriptychError
 from common.sampling_params import SamplingParams
-from engine.llm import LLM
+from engine.llm import LLM, _media_bytes
+from engine.media.audio import decode_audio
 from tests import tiny_models
-from tests.media_files import encoded, noise
+from tests.media_files import encoded, noise, tone
 from tests.tiny.text import make_qwen3
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -167,6 +169,13 @@ def test_a_picture_of_pil_may_have_a_mode_that_png_lacks(llm: LLM, mode: str) ->
     prompts = [{**with_picture(llm, (56, 56)), "multi_modal_data": {"image": form}} for form in forms]
     of_pil, of_file = llm.generate(prompts, GREEDY)  # type: ignore[arg-type]
     assert of_pil.outputs == of_file.outputs
+
+
+@pytest.mark.parametrize("dtype", ["int16", "int32"])
+def test_samples_in_whole_numbers_are_as_loud_as_in_a_file(dtype: str) -> None:
+    samples = (tone(0.1) * np.iinfo(dtype).max).astype(dtype)
+    heard = decode_audio(_media_bytes((samples, 16000)), 16000, 1.0)
+    assert np.abs(heard - tone(0.1)[:, 0]).max() < 2**-14
 
 
 def test_pictures_are_counted_where_they_are_computed(llm: LLM) -> None:
