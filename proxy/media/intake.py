@@ -183,7 +183,7 @@ class MediaIntake:
         if not comma:
             raise TriptychError("bad_media", f"{param} is a data: URL without a comma before its data", param)
         if head.lower().endswith(";base64"):
-            return self._decode_base64(body, param, limit)
+            return self._decode_base64(unquote(body).decode("latin-1") if "%" in body else body, param, limit)
         least = len(body) - 2 * body.count("%")
         if least > limit:
             raise too_large(least, limit, param)

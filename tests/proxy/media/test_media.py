@@ -7,6 +7,7 @@ import base64
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from urllib.parse import quote
 
 import openai
 import pytest
@@ -176,6 +177,12 @@ async def test_a_picture_may_be_percent_encoded_and_what_would_be_too_large_is_n
         with pytest.raises(openai.APIStatusError, match="has 100001 bytes, at most 100000") as caught:
             await rig.chat([_url_part("data:," + "%41" * 100_001)])
         assert caught.value.status_code == 413
+
+
+async def test_base64_in_a_url_may_be_percent_encoded(rig):
+    text = base64.b64encode(picture()).decode()
+    answer = await rig.chat([_url_part("data:image/png;base64," + quote(text, safe=""))])
+    assert answer.choices[0].message.content == "a red sign"
 
 
 async def test_base64_may_have_line_breaks_and_nothing_else(rig):
