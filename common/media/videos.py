@@ -166,7 +166,8 @@ def _read_track(container: InputContainer, limits: VideoLimits, what: str) -> _T
     _check_size(first.width, first.height, limits, what)
     seconds = float((shown_at[-1][0] - shown_at[0][0]) * (stream.time_base or 0))
     _check_seconds(seconds, limits, what)
-    fps = float(stream.average_rate or 0) or (len(shown_at) / seconds if seconds else 0.0) or 24.0
+    mean, rate = (len(shown_at) - 1) / seconds if seconds else 0.0, float(stream.average_rate or 0)
+    fps = (rate if 0 < rate < 1.1 * mean else mean) or rate or 24.0  # Matroska's rate may be that of a few frames
     size = first.width, first.height
     return _Track(context.codec.name, context.extradata or b"", first.format.name, size, first.rotation, fps, packets)
 

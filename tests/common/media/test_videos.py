@@ -87,6 +87,14 @@ def test_frames_of_a_varying_rate_are_counted() -> None:
         assert np.array_equal(np.asarray(image), np.asarray(Image.fromarray(whole[number]).resize(piece.size, 0)))
 
 
+@pytest.mark.parametrize(("declared", "times"), [(50, range(0, 1000, 10)), (1000, range(0, 20_000, 200))], ids=str)
+def test_a_rate_in_the_header_that_frames_do_not_keep_is_their_mean(declared: int, times: range) -> None:
+    media = video_file(moving(100, 32, 32), declared, muxer="matroska", times=list(times))
+    pieces = pieces_of(media, replace(RULES, per_video=True, image_pixels=10**6))
+    assert sum(len(piece.frames) for piece in pieces) == 40, "two a second, of twenty"
+    assert pieces[-1].seconds[-1] == pytest.approx(19.5, abs=0.5)
+
+
 def test_a_turned_video_is_seen_upright() -> None:
     frames = np.zeros((4, 96, 192, 3), np.uint8)
     frames[:, :, 96:] = 255  # the right half is white
