@@ -41,7 +41,7 @@ class CropSettings(PixelSettings):
         kind = str(json.get("image_processor_type") or json.get("feature_extractor_type"))
         siglip = kind.startswith("Siglip")
         size = json.get("size") or ({"height": 224, "width": 224} if siglip else 224)
-        shortest = size if isinstance(size, int) else size.get("shortest_edge")
+        shortest = size if isinstance(size, int) else None if size.get("longest_edge") else size.get("shortest_edge")
         mean, std = (HALVES, HALVES) if siglip else (CLIP_MEAN, CLIP_STD)
         return cls(
             shortest_edge=shortest,

@@ -130,6 +130,11 @@ def _blank(height: int, width: int) -> npt.NDArray[np.uint8]:
     return np.broadcast_to(np.uint8(0), (3, height, width))
 
 
+def test_a_size_with_a_limit_of_the_longest_edge_is_refused() -> None:
+    with pytest.raises(ValueError, match="is not supported; supported: shortest_edge, or height and width"):
+        CropSettings.from_json({"size": {"shortest_edge": 336, "longest_edge": 672}})
+
+
 @pytest.mark.parametrize("settings", [CropSettings, PieceSettings])
 @pytest.mark.parametrize("step", ["do_resize", "do_rescale", "do_normalize"])
 def test_a_skipped_step_is_refused(settings: Any, step: str) -> None:
