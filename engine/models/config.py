@@ -13,6 +13,7 @@ from common.model_info import ModelInfo
 
 _MROPE_SECTIONS = {"qwen2_vl": (16, 24, 24), "qwen2_5_vl": (16, 24, 24), "qwen3_vl": (24, 20, 20)}
 """Families whose positions have three axes: how many frequencies each turns where config.json does not say."""
+_ORIGINAL_LENGTH = "original_max_position_embeddings"
 _SLIDING_WINDOW, _MAX_WINDOW_LAYERS, _WINDOW_PATTERN = 4096, 28, 6
 """transformers' defaults where a config.json does not say; null means no window."""
 
@@ -53,7 +54,7 @@ def read_text_config(info: ModelInfo) -> TextConfig:
     if activation not in ("silu", "swish"):
         raise ValueError(f"activation {activation!r} is not supported; supported: silu")
     num_heads = int(json["num_attention_heads"])
-    rope = _rope(json)
+    rope = _rope(json, info.config.get("text_config") or info.config)
     mrope_section = _MROPE_SECTIONS.get(info.family.name)
     axes: Any = rope.get("mrope_section", mrope_section)  # time, height, width
     kind = str(json.get("model_type") or info.family.name)
@@ -92,17 +93,22 @@ def is_tied(info: ModelInfo, *, default: bool) -> bool:
     return bool(info.config.get("tie_word_embeddings", default))
 
 
-def _rope(json: dict[str, Any]) -> dict[str, Any]:
-    """Return `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
-    given: dict[str, Any] = json.get("rope_parameters") or json.get("rope_scaling") or {}
-    given = given.get("full_attention", given)  # of Gemma 3, whose layers with a window have others
+def _rope(json: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Return `rope_parameters`, or the older `rope_theta` and `rope_scaling`, which goes first where both are given.
+
+    `own` is the part of config.json that `json` adds defaults and outer values to.
+    """
+    given: dict[str, Any] = own.get("rope_parameters") or {}
+    whole = given.get("full_attention") or {}  # of Gemma 3, whose layers with a window have others
+    given = {**whole, **(own.get("rope_scaling") or {})} or given
     rope_type = given.get("rope_type") or given.get("type") or "default"
     partial = given.get("partial_rotary_factor") or json.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
         raise ValueError(f"rotary positions over {partial:g} of the dimensions are not supported")
+    original = own.get(_ORIGINAL_LENGTH) or given.get(_ORIGINAL_LENGTH) or json["max_position_embeddings"]
     return {
-        "original_max_position_embeddings": json["max_position_embeddings"],
         **given,
+        _ORIGINAL_LENGTH: original,
         "rope_theta": float(given.get("rope_theta") or json.get("rope_theta") or 10_000.0),
         "rope_type": "default" if rope_type == "mrope" else rope_type,
     }

@@ -41,7 +41,7 @@ class Gemma3Decoder(LlamaDecoder):
         self.spec = replace(self.spec, whole_input_tokens=whole_input_tokens)
         given = (json.get("rope_parameters") or {}).get("sliding_attention") or {}
         theta = float(given.get("rope_theta") or json.get("rope_local_base_freq") or _LOCAL_THETA)
-        self.local_rotary = Rotary(replace(config, rope={"rope_type": "default", "rope_theta": theta}))
+        self.local_rotary = Rotary(replace(config, rope={"rope_type": "default", **given, "rope_theta": theta}))
         act, scale = str(json.get("hidden_activation")), float(json["query_pre_attn_scalar"]) ** -0.5
         self.layers = nn.ModuleList(
             Gemma3Layer(config, index, act, scale, is_local=is_local)

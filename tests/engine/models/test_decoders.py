@@ -82,6 +82,23 @@ def test_configs_from_before_rope_parameters_are_understood(tmp_path: Path, inpu
     assert torch.equal(logits_of(decoder_of(folder), input_ids), new)
 
 
+@pytest.mark.parametrize(
+    "added",
+    [
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
+        {"original_max_position_embeddings": 32},
+    ],
+    ids=["rope_scaling", "original length outside"],
+)
+def test_rope_that_was_written_into_a_saved_config_goes_first_as_in_transformers(
+    tmp_path: Path, input_ids: torch.Tensor, added: dict[str, Any]
+) -> None:
+    folder = tiny_models.make_llama(tmp_path / "model", rope_parameters=YARN_ROPE)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **added}))
+    assert_equal_logits(logits_of(decoder_of(folder), input_ids), transformers_logits(folder, input_ids))
+
+
 def test_flat_configs_of_qwen2_5_vl_are_understood(qwen2_5_vl: Path, tmp_path: Path, input_ids: torch.Tensor) -> None:
     folder = tmp_path / "flat"
     shutil.copytree(qwen2_5_vl, folder)

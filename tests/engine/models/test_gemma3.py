@@ -33,8 +33,14 @@ PARTS: list[dict[str, Any]] = [{"type": "text", "text": "a\n"}, {"type": "image"
         {},
         {"layer_types": ["full_attention", "sliding_attention"] * 3, "attention_bias": True},
         {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": None}},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4},
+            }
+        },
     ],
-    ids=["as published", "layer types", "scaled"],
+    ids=["as published", "layer types", "scaled", "scaled within windows"],
 )
 def test_logits_equal_transformers(tmp_path: Path, input_ids: torch.Tensor, overrides: dict[str, Any]) -> None:
     folder = make_gemma3_text(tmp_path / "model", **overrides)
@@ -49,6 +55,15 @@ def test_a_folder_from_before_rope_parameters_equals_transformers(tmp_path: Path
 
     folder = make_gemma3_text(tmp_path / "model")
     edit_json(folder / "config.json", older)
+    assert_equal_logits(logits_of(decoder_of(folder), input_ids), transformers_logits(folder, input_ids))
+
+
+def test_rope_scaling_beside_rope_parameters_scales_layers_without_a_window(
+    tmp_path: Path, input_ids: torch.Tensor
+) -> None:
+    folder = make_gemma3_text(tmp_path / "model")
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    edit_json(folder / "config.json", lambda config: {**config, "rope_scaling": scaling})
     assert_equal_logits(logits_of(decoder_of(folder), input_ids), transformers_logits(folder, input_ids))
 
 
