@@ -125,9 +125,9 @@ def _windows(json: dict[str, Any], kind: str, max_model_len: int) -> tuple[int |
 def sliding_layers(json: dict[str, Any], kind: str) -> list[bool]:
     """Return which layers have a window, by the `kind` of the model."""
     num_layers = int(json["num_hidden_layers"])
-    if kind.startswith("mistral"):
-        return [True] * num_layers
-    if kind.startswith("gemma3"):
+    if kind.startswith("mistral"):  # those of Ministral, which calls itself Mistral, have `layer_types`
+        default = [True] * num_layers
+    elif kind.startswith("gemma3"):
         pattern = int(json.get("sliding_window_pattern") or _WINDOW_PATTERN)
         default = [bool((index + 1) % pattern) for index in range(num_layers)]
     elif kind.startswith("qwen") and json.get("use_sliding_window"):

@@ -51,6 +51,14 @@ def test_windows_of_the_upper_layers_of_qwen_equal_transformers(
     assert_equal_logits(logits_of(decoder_of(folder), input_ids), transformers_logits(folder, input_ids))
 
 
+def test_layers_without_a_window_of_ministral_which_calls_itself_mistral_see_all(
+    tmp_path: Path, input_ids: torch.Tensor
+) -> None:
+    folder = make_mistral(tmp_path / "model", layer_types=["full_attention", "sliding_attention", "full_attention"])
+    assert read_text_config(load_model_info(str(folder))).windows == (None, 16, None)
+    assert_equal_logits(logits_of(decoder_of(folder), input_ids), transformers_logits(folder, input_ids))
+
+
 def test_a_window_of_a_model_whose_layers_nobody_named_is_refused(tmp_path: Path) -> None:
     folder = make_mistral(tmp_path / "model")
     edit_json(folder / "config.json", lambda config: {**config, "model_type": "phi3"})
