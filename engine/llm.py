@@ -330,10 +330,10 @@ class LLM:
         """
         parsed, media = self._parse(prompt)
         token_ids = parsed.prompt_token_ids
-        params = with_checkpoint_rules(self.info, params, parsed)
         if params.bad_words:
             ids = bad_words_ids(self.text, params.bad_words)
             params = msgspec.structs.replace(params, bad_words_ids=(*params.bad_words_ids, *ids))
+        params = with_checkpoint_rules(self.info, params, parsed)
         request_id = f"llm-{next(self._ids)}"
         if self.info.is_encoder_decoder:
             indices: list[int | None] = [None] * len(media)

@@ -158,8 +158,8 @@ def preprocess_decoder_prompt(info: ModelInfo, token_ids: Sequence[int] | None) 
 
 def with_checkpoint_rules(info: ModelInfo, params: SamplingParams, parsed: ParsedPrompt) -> SamplingParams:
     """Return the parameters with gaps filled by the checkpoint's own rules of generation: the last token of a sequence
-    of full length, the longest repetition, and the least length. `transformers` applies them by default; it counts the
-    prompt into `min_length`, and the forced tokens of a default prompt as generated."""
+    of full length, the longest repetition, the least length, and tokens that never appear. `transformers` applies them
+    by default; it counts the prompt into `min_length`, and the forced tokens of a default prompt as generated."""
     rules: dict[str, Any] = {"num_forced_tokens": parsed.num_forced_tokens} if parsed.num_forced_tokens else {}
     forced_eos, ngram_size = _rule(info, "forced_eos_token_id"), _rule(info, "no_repeat_ngram_size")
     if forced_eos is not None and params.forced_eos_token_id is None:
@@ -170,6 +170,12 @@ def with_checkpoint_rules(info: ModelInfo, params: SamplingParams, parsed: Parse
     least = least - len(parsed.prompt_token_ids) if new is None else new - parsed.num_forced_tokens
     if least > 0 and not params.min_tokens:
         rules["min_tokens"] = min(int(least), params.max_tokens)
+    for name in ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids"):
+        given = () if getattr(params, name) else _rule(info, name) or ()
+        words = [one if isinstance(one, list) else [one] for one in given]
+        possible = [word for word in words if all(0 <= token < info.vocab_size for token in word)]
+        if possible:
+            rules[name] = tuple(tuple(word) if name == "bad_words_ids" else word[0] for word in possible)
     return msgspec.structs.replace(params, **rules) if rules else params
 
 

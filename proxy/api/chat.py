@@ -17,6 +17,7 @@ from common.media.videos import prompt_text
 from common.messages import MediaKind
 from common.text import whisper_prompt
 from common.text.processor import TextProcessor
+from common.text.prompts import ParsedPrompt, with_checkpoint_rules
 from proxy.api.logprobs import LogprobShapes
 from proxy.api.openai_types import ChatRequest, Message, TextPart, parse
 from proxy.api.prompts import job_of_pair, processed_prompts, sampling_within
@@ -301,7 +302,8 @@ async def _generate(
         prompt = service.text.repeat_placeholders(prompt, list(map(len, pieces)))
         prompt = body.shortened(prompt, service.max_model_len, len(media))
         slots = make_slots(media, service.text.placeholder_indices(prompt, len(media)))
-        job = Job(context.id, prompt, sampling(len(prompt)), slots, media, body.priority or 0, body.field_of)
+        params = with_checkpoint_rules(service.info, sampling(len(prompt)), ParsedPrompt(prompt))
+        job = Job(context.id, prompt, params, slots, media, body.priority or 0, body.field_of)
     marks = {BEGIN, END} if opened is not None else set()
     if body.usable_tools and service.dialect.call_parser is not None and not body.forces_call:
         marks.add(service.dialect.call_parser.marker)

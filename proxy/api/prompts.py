@@ -95,7 +95,8 @@ async def _decoder_job(service: Service, body: CompletionRequest, request_id: st
         raise invalid(f"token id {wrong} is not in the vocabulary of {service.info.vocab_size}", "prompt")
     if not service.info.placeholders.keys().isdisjoint(ids):
         raise invalid("the prompt contains a media placeholder; send media with /v1/chat/completions", "prompt")
-    return Job(request_id, ids, _sampling(service, body, len(ids)), priority=body.priority or 0, field_of=body.field_of)
+    params = with_checkpoint_rules(service.info, _sampling(service, body, len(ids)), ParsedPrompt(ids))
+    return Job(request_id, ids, params, priority=body.priority or 0, field_of=body.field_of)
 
 
 async def _encoder_decoder_job(

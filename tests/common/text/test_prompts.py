@@ -225,6 +225,16 @@ def test_the_least_length_of_the_checkpoint_counts_as_in_transformers(
     assert with_checkpoint_rules(changed(rules), params, FORCED).min_tokens == expected
 
 
+def test_tokens_that_a_checkpoint_never_writes_are_forbidden(changed: Rewrite) -> None:
+    vocab_size = encdec.VOCAB_SIZE
+    bad = [[7, 8], [9], [vocab_size]]
+    info = changed({"suppress_tokens": [3, -1, vocab_size], "begin_suppress_tokens": [4], "bad_words_ids": bad})
+    filled = SamplingParams(suppress_tokens=(3,), begin_suppress_tokens=(4,), bad_words_ids=((7, 8), (9,)))
+    assert with_checkpoint_rules(info, SamplingParams(), UNFORCED) == filled
+    given = SamplingParams(suppress_tokens=(5,), begin_suppress_tokens=(6,), bad_words_ids=((5, 6),))
+    assert with_checkpoint_rules(info, given, UNFORCED) == given
+
+
 def test_a_decoder_only_model_takes_texts_and_tokens(parser: Callable[[str], Parse]) -> None:
     parse = parser("llama")
     assert parse("hi") == ParsedPrompt(list(b"hi"), "hi")

@@ -208,6 +208,19 @@ async def test_fields_that_are_not_given_are_those_of_generation_config(serve, t
         assert await sampled(rig) == {**off, "temperature": 1.0, "repetition_penalty": 1.0}
 
 
+async def test_the_rules_of_generation_config_hold_for_chats_and_completions(serve, text_model, tmp_path):
+    folder = shutil.copytree(text_model.folder, tmp_path / "plain")
+    rules = {"no_repeat_ngram_size": 3, "suppress_tokens": [7], "bad_words_ids": [[8, 9]]}
+    generation = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**generation, **rules}))
+    async with serve(folder) as rig:
+        completed = await _sampling(rig)
+        await rig.chat()
+        for sampling in (completed, rig.cluster.decoders[0].of(Generate)[-1].sampling):
+            assert (sampling.no_repeat_ngram_size, sampling.suppress_tokens) == (3, (7,))
+            assert sampling.bad_words_ids == ((8, 9),)
+
+
 async def test_a_recording_is_read_as_generation_config_says_at_temperature_0(serve, whisper_model, tmp_path):
     folder = shutil.copytree(whisper_model.folder, tmp_path / "plain")
     recommended = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05}
