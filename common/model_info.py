@@ -269,7 +269,8 @@ class ModelInfo:
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        value = self.generation.get("eos_token_id", self.text_config.get("eos_token_id"))
+        outer, inner = self.config.get("eos_token_id"), self.text_config.get("eos_token_id")
+        value = self.generation.get("eos_token_id", inner if outer is None else outer)
         if value is None:
             return ()
         return tuple(value) if isinstance(value, list) else (int(value),)

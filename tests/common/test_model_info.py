@@ -62,6 +62,16 @@ def test_a_file_of_many_gigabytes_is_not_read_as_a_whole(folder: Path) -> None:
     assert fingerprint(folder) != load_model_info("signpost").fingerprint
 
 
+def test_without_generation_config_the_outer_part_of_config_says_what_ends_an_answer(folder: Path) -> None:
+    (folder / "generation_config.json").unlink()
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["eos_token_id"] = 3
+    for outer, expected in (([4, 5], (4, 5)), (0, (0,)), (None, (3,))):
+        path.write_text(json.dumps({**config, "eos_token_id": outer}))
+        assert load_model_info(str(folder)).eos_token_ids == expected
+
+
 def test_the_recommended_sampling_is_that_of_generation_config(folder: Path) -> None:
     given = {"temperature": 1, "top_k": None, "top_p": 0.9, "repetition_penalty": 1.1, "do_sample": True}
     (folder / "generation_config.json").write_text(json.dumps(given))
