@@ -31,5 +31,6 @@ def choose_dtype(dtype: DType, device: torch.device, info: ModelInfo) -> torch.d
         return DTYPES[dtype]
     if device.type == "cpu":
         return torch.float32
-    own = DTYPES.get(str(info.text_config.get("dtype") or info.text_config.get("torch_dtype")), torch.bfloat16)
+    given = [part.get(key) for part in (info.config, info.text_config) for key in ("dtype", "torch_dtype")]
+    own = DTYPES.get(str(next(filter(None, given), None)), torch.bfloat16)
     return torch.bfloat16 if own is torch.float32 else own
