@@ -16,6 +16,7 @@ import msgspec
 from common.messages import TokenLogprob
 from common.sampling_params import MAX_LOGPROBS, SamplingParams, TimestampRules
 from common.text import whisper_prompt
+from common.text.prompts import ParsedPrompt, with_checkpoint_rules
 from common.text.whisper_rules import Rules
 from common.text.whisper_words import Word, aligned_words, alignment_request
 from proxy.api.merge import Merge
@@ -349,7 +350,8 @@ class Speech:
         request_id = self._context.id if self._is_whole else part_id(self._context.id, index)
         if attempt:
             request_id = part_id(request_id, attempt)
-        sampling = msgspec.structs.replace(self._sampling, **fields)
+        told = msgspec.structs.replace(self._sampling, **fields)
+        sampling = with_checkpoint_rules(info, told, ParsedPrompt(prompt_ids))
         job = Job(request_id, prompt_ids, sampling, make_slots([item], None), [item], options.priority)
         if index == 0 and attempt == 0:
             self.job = job

@@ -225,7 +225,7 @@ async def test_a_recording_is_read_as_generation_config_says_at_temperature_0(se
     folder = shutil.copytree(whisper_model.folder, tmp_path / "plain")
     recommended = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05}
     generation = json.loads((folder / "generation_config.json").read_text())
-    (folder / "generation_config.json").write_text(json.dumps({**generation, **recommended}))
+    (folder / "generation_config.json").write_text(json.dumps({**generation, **recommended, "no_repeat_ngram_size": 3}))
     expected = {**recommended, "temperature": 0.0}
     async with serve(folder) as rig:
         sent = rig.cluster.decoders[0].of
@@ -237,3 +237,4 @@ async def test_a_recording_is_read_as_generation_config_says_at_temperature_0(se
             await rig.chat([audio_part(speech(1))], extra_body={"language": "en", **own})
             for told in (first, sent(Generate)[-1].sampling):
                 assert {name: getattr(told, name) for name in recommended} == expected | own
+                assert told.no_repeat_ngram_size == 3
