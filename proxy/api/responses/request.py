@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
@@ -77,6 +78,11 @@ class ResponsesRequest(BaseModel):
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> ResponsesRequest:
         refuse_unsupported(self.model_extra, PASSED_ON | IGNORED, OFF, PASSED_ON)
+        for name, value in {**(self.model_extra or {}), "tools": self.tools, "tool_choice": self.tool_choice}.items():
+            try:
+                json.dumps(value, allow_nan=False)  # as the answer repeats it
+            except ValueError as error:
+                raise invalid(f"{name} has a number that JSON has not: NaN, or beyond 1.8e308", name) from error
         if "message.output_text.logprobs" in (self.include or ()):
             raise invalid("include cannot have message.output_text.logprobs: use /v1/chat/completions", "include")
         return self

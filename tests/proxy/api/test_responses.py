@@ -230,3 +230,13 @@ async def test_the_stream_names_its_events(response_rig):
     assert lines[0].startswith("event: response.created\ndata: {")
     assert lines[-2] == "data: [DONE]"
     assert json.loads(lines[-3].partition("data: ")[2])["type"] == "response.completed"
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+async def test_a_number_that_json_has_not_is_refused_where_the_answer_would_repeat_it(response_rig, number):
+    tool = {**NOW, "parameters": {"default": "NUMBER"}}
+    for name, value in (("metadata", {"a": "NUMBER"}), ("tools", [tool]), ("user", "NUMBER")):
+        body = json.dumps({"input": "hi", name: value}).replace('"NUMBER"', number)
+        response = await response_rig.http.post("/v1/responses", content=body.encode())
+        assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+    assert response_rig.cluster.decoders[0].of(Generate) == []
