@@ -164,8 +164,11 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def on_bug(request: Request, error: Exception) -> JSONResponse:
-        log.error("unexpected error", path=request.url.path, exc_info=error)
-        return error_response(ErrorInfo("internal_error", "an unexpected error in the proxy; its log has the details"))
+        request_id = getattr(request.state, "request_id", None)
+        log.error("unexpected error", path=request.url.path, request=request_id, exc_info=error)
+        headers = {"Connection": "close"} | ({"x-request-id": request_id} if request_id else {})  # uvicorn closes it
+        info = ErrorInfo("internal_error", "an unexpected error in the proxy; its log has the details")
+        return error_response(info, headers=headers)
 
 
 def _instead(path: str) -> str:

@@ -200,6 +200,13 @@ async def test_a_clients_request_id_is_returned_and_an_impossible_one_replaced(r
     assert (wrong.status_code, wrong.headers["x-request-id"]) == (400, "mine")
 
 
+async def test_an_unexpected_error_tells_the_requests_id_and_that_the_connection_ends(rig, monkeypatch) -> None:
+    monkeypatch.setattr(rig.service, "join_line", None)
+    response = await rig.http.post("/v1/completions", json={"prompt": "hi"}, headers={"X-Request-Id": "mine"})
+    assert (response.status_code, response.headers["x-request-id"]) == (500, "mine")
+    assert response.headers["connection"] == "close"
+
+
 async def test_web_pages_of_allowed_origins_may_call_the_api(serve) -> None:
     preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     async with serve(allowed_origins=("https://chat.example",), api_key="secret") as rig:
