@@ -82,7 +82,7 @@ def make_app(service: Service, port: int) -> FastAPI:
     app.add_middleware(RequireKey, guard=proxy_guard(service.settings), refusal=errors.refusal)
     app.add_middleware(CountRequests, metrics=service.metrics, is_draining=lambda: service.admission.draining)
     if origins := service.settings.allowed_origins:  # outermost: a preflight has no key
-        methods, exposed = ("GET", "POST"), ("x-request-id", "retry-after")
+        methods, exposed = ("GET", "POST", "DELETE"), ("x-request-id", "retry-after")
         app.add_middleware(
             CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers="*", expose_headers=exposed
         )

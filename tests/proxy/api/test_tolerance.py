@@ -214,6 +214,8 @@ async def test_web_pages_of_allowed_origins_may_call_the_api(serve) -> None:
             answer = await rig.http.options("/v1/chat/completions", headers={"Origin": origin, **preflight})
             assert (answer.status_code == 200) is allowed
             assert (answer.headers.get("access-control-allow-origin") == origin) is allowed
+        forgets = {"Origin": "https://chat.example", "Access-Control-Request-Method": "DELETE"}
+        assert (await rig.http.options("/v1/responses/resp_1", headers=forgets)).status_code == 200
         refused = await rig.http.get("/v1/models", headers={"Origin": "https://chat.example"})
         assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "https://chat.example")
 
