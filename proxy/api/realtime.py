@@ -24,6 +24,7 @@ import numpy as np
 import soundfile
 from fastapi import Request, WebSocket
 from pydantic import AliasChoices, AliasPath, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 from starlette.websockets import WebSocketDisconnect
 
 from common.errors import ErrorInfo, TriptychError, invalid
@@ -215,8 +216,8 @@ class Session:
         event: Any = None
         try:
             try:
-                event = json.loads(text)
-            except (ValueError, RecursionError) as error:
+                event = from_json(text, allow_inf_nan=False)  # refuses half an emoji, too
+            except ValueError as error:
                 raise invalid(f"the event is not JSON: {error}") from error
             match event:
                 case {"type": "session.update" | "transcription_session.update" as kind, "session": dict(wished)}:

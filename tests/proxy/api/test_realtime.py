@@ -298,8 +298,9 @@ async def test_whatever_is_wrong_is_an_error_and_the_session_goes_on(speech_rig,
         assert says in error["message"], error
         assert error["event_id"] == "mine"
         assert param is None or error["param"] == param
-    await caller.send_text(b"\x00\x01")
-    assert "not JSON" in (await caller.error())["message"]
+    for event in (b"\x00\x01", '{"type": "x", "event_id": "\\ud83d"}', '{"type": NaN}', "[" * 10_000):
+        await caller.send_text(event)
+        assert "not JSON" in (await caller.error())["message"]
     await caller.append(speech(0.5))
     await caller.send("input_audio_buffer.commit")
     await caller.until(f"{ITEM}.completed")
