@@ -43,14 +43,14 @@ def make_router(service: Service) -> APIRouter:
 
         router.add_api_route(path, answer, methods=["POST"])
 
-    generates("/v1/chat/completions", "chatcmpl", partial(chat_completions, service))
-    generates("/v1/responses", "resp", partial(responses, service))
-    generates("/v1/completions", "cmpl", partial(completions, service))
-    generates("/v1/audio/transcriptions", "trsc", partial(transcriptions, service))
-    generates("/v1/audio/translations", "trsl", partial(transcriptions, service, task="translate"))
+    generates("/v1/chat/completions", "chatcmpl-", partial(chat_completions, service))
+    generates("/v1/responses", "resp_", partial(responses, service))
+    generates("/v1/completions", "cmpl-", partial(completions, service))
+    generates("/v1/audio/transcriptions", "trsc-", partial(transcriptions, service))
+    generates("/v1/audio/translations", "trsl-", partial(transcriptions, service, task="translate"))
 
-    generates("/tokenize", "tok", partial(tokenize, service))
-    generates("/detokenize", "detok", partial(detokenize, service))
+    generates("/tokenize", "tok-", partial(tokenize, service))
+    generates("/detokenize", "detok-", partial(detokenize, service))
     add_page(router, service)
 
     @router.get("/v1/responses/{response_id}")

@@ -350,7 +350,7 @@ class Session:
         """Return a finished transcription: a part of the segment's request, which begins with the first one."""
         service, wished, now_s = self._service, self._settings.transcription or _Transcription(), time.monotonic()
         if segment.context is None:
-            segment.context = service.admission.admit(cast(Request, self._websocket), "rt", 0)
+            segment.context = service.admission.admit(cast(Request, self._websocket), "rt-", 0)
         whole, held = segment.context, Reservation(service.admission.budget)
         part = part_id(whole.id, segment.num_parts)
         context = replace(whole, id=part, arrival_s=now_s, deadline_s=now_s + service.admission.timeout_s, held=held)

@@ -174,7 +174,7 @@ class AdmissionController:
 
     def admit(self, request: Request, prefix: str, max_body_bytes: int) -> RequestContext:
         """Return the context of a request that is under way until `release`. Raises Overloaded over the limit."""
-        request_id = f"{prefix}-{uuid.uuid4().hex}"
+        request_id = f"{prefix}{uuid.uuid4().hex}"
         given = request.headers.get(REQUEST_ID_HEADER, "")
         request.state.request_id = header_id = given if _CLIENT_ID.fullmatch(given) else request_id
         if self.closing:

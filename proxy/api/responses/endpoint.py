@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from common.errors import TriptychError
 from proxy.api.chat import ChatAnswer, begin_answer
 from proxy.api.openai_types import ChatRequest, parse
-from proxy.api.responses.output import Event, ResponseOutput, new_id
+from proxy.api.responses.output import Event, ResponseOutput
 from proxy.api.responses.request import ResponsesRequest, messages_of, renamed
 from proxy.dispatch.text_stream import Delta, Usage
 from proxy.server.request_context import Payload, RequestContext, Sse
@@ -64,7 +64,6 @@ class _Response:
     chat: ChatRequest
     answer: ChatAnswer
     created_s: int
-    id: str = field(default_factory=lambda: new_id("resp"))
     finish: str | None = None
     error: dict[str, Any] | None = None
     num_events: int = 0
@@ -103,7 +102,7 @@ class _Response:
         form = None if body.text is None else body.text.format
         reasoning = body.reasoning
         return {
-            "id": self.id,
+            "id": self.answer.head["id"],
             "object": "response",
             "created_at": self.created_s,
             "completed_at": int(time.time()) if status == "completed" else None,

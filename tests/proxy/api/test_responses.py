@@ -46,6 +46,7 @@ async def test_text_is_answered_with_all_fields_of_a_response(response_rig):
     assert (answer.output_text, answer.status, answer.error) == ("a red sign", "completed", None)
     assert answer.model_dump().keys() >= REQUIRED
     assert (answer.instructions, answer.max_output_tokens, answer.temperature) == ("Be brief.", 20, 0)
+    assert (await response_rig.http.get(f"/v1/requests/{answer.id}/timeline")).json()["request_id"] == answer.id
     assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
     assert answer.usage.input_tokens_details.cached_tokens == answer.usage.output_tokens_details.reasoning_tokens == 0
     assert prompt(response_rig).startswith("<system>Be brief.<user>Which?")
