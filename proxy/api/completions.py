@@ -108,6 +108,7 @@ class _CompletionAnswer:
             "text": (self.echo if begins else "") + part.text,
             "logprobs": self.logprobs(index, part.logprobs),
             "finish_reason": part.finish_reason,
+            **self.body.score_of(part.score),
             **(self.prompts if begins and index == 0 else {}),
         }
 
@@ -134,8 +135,7 @@ async def _whole(
             choice = answer.choice(number, rank, one)
             if body.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = answer.shapes.prompt(answer.stream.prompt_logprobs)
-            score = {"score": one.score} if body.use_beam_search else {}
-            choices.append({**choice, **body.token_ids_of(one.token_ids), **score})
+            choices.append({**choice, **body.token_ids_of(one.token_ids)})
     return JSONResponse({**head, "choices": choices, "usage": _usage(answers).to_json()})
 
 

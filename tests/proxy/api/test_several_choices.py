@@ -145,14 +145,21 @@ async def test_beams_come_with_their_scores(rig, stream):
     fields = {"use_beam_search": True, "best_of": 5, "length_penalty": 0.5, "early_stopping": True}
     answer = await rig.chat(n=2, stream=stream, extra_body=fields)
     if stream:
-        texts, _ = await gather(answer)
-        assert texts == {0: ANSWERS[0], 1: ANSWERS[1]}
+        chunks = [chunk async for chunk in answer]
+        ends = [choice for chunk in chunks for choice in chunk.choices if choice.finish_reason]
+        assert [choice.delta.content for chunk in chunks for choice in chunk.choices if choice not in ends] == ANSWERS[
+            :2
+        ]
+        assert [choice.score for choice in ends] == [-1.0, -2.0]
     else:
         assert [_text(choice) for choice in answer.choices] == ANSWERS[:2]
         assert [choice.score for choice in answer.choices] == [-1.0, -2.0]
     sampling = decoder.of(Generate)[-1].sampling
     assert (sampling.n, sampling.beam_width, sampling.temperature) == (2, 5, 0.0)
     assert (sampling.length_penalty, sampling.early_stopping) == (0.5, True)
+    texts = await rig.client.completions.create(model=rig.model, prompt="say", n=2, stream=stream, extra_body=fields)
+    choices = [choice async for chunk in texts for choice in chunk.choices] if stream else texts.choices
+    assert [(choice.text, choice.score) for choice in choices] == [(ANSWERS[0], -1.0), (ANSWERS[1], -2.0)]
 
 
 async def test_without_best_of_n_is_the_width_of_the_beam(rig):
