@@ -79,6 +79,7 @@ def _encode(service: Service, body: TokenizeRequest) -> list[int]:
         chat = ChatRequest(
             messages=body.messages,
             tools=body.tools,
+            add_special_tokens=body.add_special_tokens,  # refused where it would change the template's text
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             chat_template_kwargs=body.chat_template_kwargs,
