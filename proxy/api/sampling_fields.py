@@ -24,7 +24,7 @@ from common.sampling_params import (
 )
 from common.text.processor import TextProcessor
 from common.text.token_text import bad_words_ids
-from proxy.api.structured import StructuredFields
+from proxy.api.structured import FewFields, StructuredFields
 from proxy.dispatch.text_stream import Usage
 from proxy.server.errors import FIRST_ERROR, refuse_unsupported
 
@@ -101,9 +101,14 @@ Stop = Annotated[
 ]
 
 
-class StreamOptions(BaseModel):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+class StreamOptions(FewFields):
+    """`include_obfuscation` is OpenAI's: bytes without meaning, of which there are none here."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class GenerationRequest(StructuredFields, ABC):
@@ -288,7 +293,7 @@ class GenerationRequest(StructuredFields, ABC):
 
     @property
     def wants_usage_event(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def chunk_usage(self, usage: Usage) -> dict[str, Any]:
         """Return `usage` of a chunk: null before a usage event, the count so far with `continuous_usage_stats`."""

@@ -23,7 +23,7 @@ _Kind = Literal["json", "regex", "choice", "grammar", "json_object"]
 _KINDS: Final[tuple[_Kind, ...]] = get_args(_Kind)
 
 
-class _FewFields(BaseModel):
+class FewFields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _not_too_many(cls, given: Any) -> Any:
@@ -39,7 +39,7 @@ class JsonSchemaFormat(BaseModel):
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
 
 
-class ResponseFormat(_FewFields):
+class ResponseFormat(FewFields):
     """OpenAI's `response_format`."""
 
     model_config = ConfigDict(extra="forbid")
@@ -56,7 +56,7 @@ class ResponseFormat(_FewFields):
         return _grammar("json", self.json_schema.schema_, "response_format")
 
 
-class StructuredOutputs(_FewFields):
+class StructuredOutputs(FewFields):
     """vLLM's `structured_outputs`, with exactly one field."""
 
     model_config = ConfigDict(extra="forbid")
