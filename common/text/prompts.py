@@ -183,16 +183,20 @@ def check_encoder_prompt(info: ModelInfo, token_ids: Sequence[int]) -> None:
     """Raise TriptychError for token ids unfit for the encoder: none, too many, or outside the vocabulary."""
     if not token_ids:
         raise invalid("the encoder prompt is empty", "encoder_prompt")
-    bad = next((token for token in token_ids if not 0 <= token < info.vocab_size), None)
-    if bad is not None:
-        message = f"token id {bad} of the encoder prompt is outside the vocabulary of {info.vocab_size}"
-        raise invalid(message, "encoder_prompt")
+    _check_vocabulary(info, token_ids, "encoder")
     if len(token_ids) > info.max_encoder_tokens:
         message = (
             f"the encoder prompt has {len(token_ids)} tokens, the encoder of {info.name} takes at most "
             f"{info.max_encoder_tokens}: shorten it"
         )
         raise TriptychError("context_length_exceeded", message, "encoder_prompt")
+
+
+def _check_vocabulary(info: ModelInfo, token_ids: Sequence[int], whose: str) -> None:
+    bad = next((token for token in token_ids if not 0 <= token < info.vocab_size), None)
+    if bad is not None:
+        message = f"token id {bad} of the {whose} prompt is outside the vocabulary of {info.vocab_size}"
+        raise invalid(message, f"{whose}_prompt")
 
 
 def encode_tokens(token_ids: Sequence[int]) -> bytes:
@@ -245,6 +249,7 @@ def _parse_text_pair(
     if target is None or target.token_ids is None:
         default = default_decoder_prompt(info)
         return ParsedPrompt(default, None, *pair, num_forced_tokens=len(default) - 1)
+    _check_vocabulary(info, target.token_ids, "decoder")
     return ParsedPrompt(preprocess_decoder_prompt(info, target.token_ids), target.text, *pair)
 
 

@@ -277,6 +277,12 @@ def test_whisper_takes_audio_as_its_encoder_prompt(parser: Callable[[str], Parse
         ("bart", [], "invalid_request", "the encoder prompt is empty"),
         ("bart", [5, 264], "invalid_request", "token id 264 of the encoder prompt is outside the vocabulary of 264"),
         ("bart", [-1], "invalid_request", "token id -1 of the encoder prompt is outside the vocabulary of 264"),
+        (
+            "bart",
+            {"encoder_prompt": "a", "decoder_prompt": [2, -1]},
+            "invalid_request",
+            "token id -1 of the decoder prompt is outside the vocabulary of 264",
+        ),
         ("bart", [5] * 129, "context_length_exceeded", "has 129 tokens, the encoder of .* takes at most 128"),
         ("bart", "a" * 127, "context_length_exceeded", "has 129 tokens, the encoder of .* takes at most 128"),
         ("bart", ["a"], "invalid_request", "token ids are a list of integers: 'str'"),

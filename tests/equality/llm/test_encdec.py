@@ -128,7 +128,11 @@ def test_the_decoder_may_fill_its_context_to_the_end(setup: Setup, reference_of:
             "129 tokens .* the context length is 128",
         ),
         ([5] * 129, "context_length_exceeded", "129 tokens, the encoder of .* takes at most 128"),
-        ({"encoder_prompt": "a", "decoder_prompt": [264]}, "invalid_request", "264 is outside the vocabulary of 264"),
+        (
+            {"encoder_prompt": "a", "decoder_prompt": [264]},
+            "invalid_request",
+            "264 of the decoder prompt is outside the vocabulary",
+        ),
         ({"decoder_prompt": "a"}, "invalid_request", "needs an encoder prompt"),
     ],
 )

@@ -108,6 +108,8 @@ BAD = (
     ({"prompt": [99_999]}, "prompt"),
     ({"encoder_prompt": [99_999]}, "encoder_prompt"),
     ({"prompt": "x", "decoder_prompt": 5}, "decoder_prompt"),
+    ({"prompt": "x", "decoder_prompt": [-5]}, "decoder_prompt"),
+    ({"prompt": "x", "decoder_prompt": [10**30]}, "decoder_prompt"),
     ({"prompt": [[7], [8]], "decoder_prompt": [[2], [2], [2]]}, "decoder_prompt"),
     ({"prompt": [7] * 65}, "prompt"),
     ({"decoder_prompt": "x"}, "prompt"),
