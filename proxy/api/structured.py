@@ -52,7 +52,7 @@ class ResponseFormat(FewFields):
         if self.type == "json_object":
             return Grammar("json_object")
         if self.json_schema is None or self.json_schema.schema_ is None:
-            raise invalid("response_format of type json_schema needs json_schema.schema", "response_format")
+            raise invalid("response_format of type json_schema needs a schema", "response_format")
         return _grammar("json", self.json_schema.schema_, "response_format")
 
 

@@ -107,7 +107,7 @@ class ResponsesRequest(BaseModel):
         form = None if self.text is None else self.text.format
         if form is not None and form.type != "text":
             schema = {"name": form.name, "schema": form.schema_}
-            chat["response_format"] = {"type": form.type, **({"json_schema": schema} if form.schema_ else {})}
+            chat["response_format"] = {"type": form.type, "json_schema": schema}
         try:
             return ChatRequest.model_validate(chat), messages
         except ValidationError as error:

@@ -225,6 +225,12 @@ async def test_wrong_fields_are_refused_by_their_names_here(response_rig, fields
     assert says in error["message"]
 
 
+async def test_an_empty_schema_permits_any_json(response_rig):
+    form = {"type": "json_schema", "name": "any", "schema": {}}
+    assert (await ask(response_rig, text={"format": form})).text.format.schema_ == {}
+    assert response_rig.cluster.decoders[0].of(Generate)[-1].sampling.grammar.kind == "json_schema"
+
+
 async def test_the_stream_names_its_events(response_rig):
     response = await response_rig.http.post("/v1/responses", json={"input": "x", "stream": True})
     lines = response.text.split("\n\n")
