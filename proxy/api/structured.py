@@ -60,7 +60,7 @@ class StructuredOutputs(FewFields):
     """vLLM's `structured_outputs`, with exactly one field."""
 
     model_config = ConfigDict(extra="forbid")
-    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
     choice: Annotated[list[str], FIRST_ERROR] | None = None
     grammar: str | None = None
@@ -75,7 +75,7 @@ class StructuredFields(BaseModel):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: str | dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], FIRST_ERROR] | None = None
     guided_grammar: str | None = None

@@ -94,7 +94,7 @@ class CalledFunction(BaseModel):
     """`arguments` are JSON; some clients send the object itself."""
 
     name: str
-    arguments: str | dict[str, Any] = "{}"
+    arguments: dict[str, Any] | str = "{}"
 
     def for_template(self) -> dict[str, Any]:
         """Return name and arguments, as an object where they are one: that is what templates take."""

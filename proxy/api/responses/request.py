@@ -60,14 +60,14 @@ class ResponsesRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     model: str | None = None
-    input: str | Annotated[list[dict[str, Any]], FIRST_ERROR] = Field(max_length=2**28)
+    input: Annotated[list[dict[str, Any]], FIRST_ERROR] | str = Field(max_length=2**28)
     instructions: str | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     tools: Annotated[list[dict[str, Any]], FIRST_ERROR] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: dict[str, Any] | str | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None

@@ -107,6 +107,7 @@ BAD_CHATS = (
     (_chat(response_format={"type": "yaml"}), "response_format.type"),
     (_chat(response_format={"type": "json_schema"}), "response_format"),
     (_chat(guided_json="{"), "guided_json"),
+    (_chat(guided_json=5), "guided_json"),
     (_chat(guided_json="[]"), "guided_json"),
     (_chat(guided_choice=[]), "guided_choice"),
     (_chat(guided_regex="a", guided_choice=["a"]), "guided_choice"),
