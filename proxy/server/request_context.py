@@ -226,7 +226,7 @@ class AdmissionController:
 async def _unless_disconnected(context: RequestContext, work: Awaitable[T]) -> T:
     """Return the result of `work`. Raises ClientDisconnect, and cancels `work`, where the client leaves first.
 
-    Raises TriptychError("timeout") after the request's deadline, a slow upload included.
+    Raises TriptychError: "timeout" after the request's deadline, a slow upload included; "unavailable" when cancelled.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.create_task(_disconnected(context.request.receive, context.body_read))
@@ -238,6 +238,8 @@ async def _unless_disconnected(context: RequestContext, work: Awaitable[T]) -> T
         if watcher.done():
             raise ClientDisconnect
         raise TriptychError("timeout", "the request did not end within the server's request_timeout_s")
+    except asyncio.CancelledError as error:  # by uvicorn, once the time of a stopping server is over
+        raise TriptychError("unavailable", "the server is shutting down; try again shortly") from error
     finally:
         watcher.cancel()
         task.cancel()

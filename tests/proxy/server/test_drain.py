@@ -104,3 +104,15 @@ async def test_the_command_waits_for_a_proxy_and_says_what_is_left(serve):
         await stream.close()
         await members.drain(proxy, 30.0, told.append)
     assert told == [f"{proxy} has nothing under way; end it by SIGTERM"]
+
+
+async def test_an_answer_that_a_stopping_server_cannot_finish_is_503_as_others_that_come_then(serve):
+    async with serve() as rig:
+        rig.cluster.decoders[0].pause_after = 1
+        rig.server.config.timeout_graceful_shutdown = 0
+        answer = asyncio.create_task(rig.http.post("/v1/completions", json={"prompt": "hi"}))
+        await eventually(lambda: rig.service.admission.inflight == 1)
+        rig.server.stop()
+        refused = await answer
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+        assert refused.headers["retry-after"] == "1"
