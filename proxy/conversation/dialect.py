@@ -71,8 +71,9 @@ def explained(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]
     told: list[dict[str, Any]] = []
     for are_results, run in groupby(messages, lambda message: message["role"] == "tool"):
         if are_results:
-            results = [f"<tool_response>{text_of(message['content'])}</tool_response>" for message in run]
-            told.append({"role": "user", "content": "\n".join(results)})
+            parts = [part for message in run for part in _result(message["content"])]
+            has_media = any(part["type"] != "text" for part in parts)
+            told.append({"role": "user", "content": parts if has_media else text_of(parts)})
         else:
             told += map(_without_calls, run)
     if not tools:
@@ -92,6 +93,12 @@ def _without_calls(message: dict[str, Any]) -> dict[str, Any]:
         f"<tool_call>{json.dumps(call['function'], ensure_ascii=False)}</tool_call>" for call in message["tool_calls"]
     ]
     return {"role": "assistant", "content": "\n".join(filter(None, [text_of(message["content"]), *calls]))}
+
+
+def _result(content: Any) -> list[dict[str, Any]]:
+    """Return a result as text, and its media behind."""
+    media = [] if isinstance(content, str) else [part for part in content if part["type"] != "text"]
+    return [{"type": "text", "text": f"<tool_response>{text_of(content)}</tool_response>"}, *media]
 
 
 def text_of(content: Any) -> str:

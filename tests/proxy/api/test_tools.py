@@ -9,9 +9,10 @@ import openai
 import pytest
 
 from common.errors import ErrorInfo
-from common.messages import Generate
+from common.messages import Encode, Generate
 from common.sampling_params import Grammar
 from proxy.conversation.dialect import Dialect
+from tests.proxy.sample_media import image_part, picture
 from tests.proxy.streams import events
 
 WEATHER = {
@@ -226,6 +227,16 @@ async def test_a_template_without_tools_gets_them_as_text(serve, long_text_model
     assert '{"name": "now"}' in shown
     assert '<assistant>So:\n<tool_call>{"name": "now", "arguments": {"in": "Zürich"}}</tool_call>' in shown
     assert "<user><tool_response>one</tool_response>\n<tool_response>two</tool_response><assistant>" in shown
+
+
+async def test_the_picture_of_a_result_goes_to_a_model_whose_template_knows_no_tools(rig):
+    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    seen = [{"type": "text", "text": "a screen"}, image_part(picture())]
+    result = {"role": "tool", "tool_call_id": "c1", "content": seen}
+    await ask(rig, messages=[USER, {"role": "assistant", "tool_calls": [call]}, result])
+    assert len(rig.cluster.encoders[0].of(Encode)) == 1
+    assert len(rig.cluster.decoders[0].of(Generate)[-1].inputs) == 1
+    assert "<tool_response>a screen</tool_response>" in prompt(rig)
 
 
 @pytest.mark.parametrize(
