@@ -237,9 +237,10 @@ class Decoding:
     def _add_prompt_logprobs(self, rows: PromptRows) -> None:
         """Add log-probabilities of the tokens after the present step's tokens; media tokens have none."""
         request = rows.sequence.request
-        if request.prompt_logprobs_sent:  # since the rows were selected, with the tokens in flight
-            return
         known, count = request.prompt_logprobs, request.sampling.prompt_logprobs
+        # They may have been sent since the rows were selected, with the tokens in flight.
+        if request.prompt_logprobs_sent or len(known) == len(request.prompt):
+            return
         assert count is not None
         if not known:
             known.append(None)

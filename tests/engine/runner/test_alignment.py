@@ -5,7 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from common.messages import Tokens
+from common.model_info import ModelInfo
+from common.sampling_params import Alignment
 from engine.runner.alignment import first_frames, warp
+from tests.engine.conftest import AUDIO_FRAMES
+from tests.engine.driving import Driver, Job, greedy, make_engine, run
 
 
 def slow_warp(cost: np.ndarray) -> float:
@@ -49,3 +54,24 @@ def test_tokens_begin_where_their_heads_look():
     for row, (begin, end) in enumerate(zip(begins, [*begins[1:], 40], strict=True), 1):
         queries[:, row, begin:end] = 4.0
     assert np.abs(np.subtract(first_frames(queries, keys, 1), begins)).max() <= 1
+
+
+def frames_of(driver: Driver) -> list[int | None]:
+    told = [one for event in driver.events if isinstance(event, Tokens) for one in event.prompt_logprobs]
+    return [None if one is None else one.frame for one in told]
+
+
+def test_tokens_that_are_computed_again_keep_their_frames(tiny_speech: ModelInfo):
+    """Beams tell of their prompt at the end: a preemption before has it computed again, a few tokens at a time."""
+    params = greedy(3, beam_width=2, prompt_logprobs=0, alignment=Alignment(1, AUDIO_FRAMES))
+    prompt = [int(tiny_speech.config["decoder_start_token_id"]), 57, 21, 59, 38, 29, 37]
+    job = Job("r", prompt, params, [("one", AUDIO_FRAMES)])
+    options = {"max_num_batched_tokens": 3, "preemption": "recompute", "prefix_caching": False}
+    undisturbed, driver = run(make_engine(tiny_speech), [job]), Driver(make_engine(tiny_speech, **options))
+    driver.add(job)
+    scheduler = driver.engine.scheduler
+    driver.step_while(lambda: not any(one.forked for one in scheduler.running))
+    scheduler.preempt(scheduler.running[0])
+    driver.finish()
+    assert frames_of(driver) == frames_of(undisturbed)
+    assert any(frames_of(undisturbed))
