@@ -75,7 +75,8 @@ class Capacity:
         if givers:
             names = {other.request_id for other in givers}
             released = self._blocks.releasable_blocks(names, (one for other in givers for one in other.sequence_ids))
-        return self._missing_blocks(request, wanted, released) <= self._blocks.num_free + len(released)
+        missing = max(self._missing_blocks(request, wanted, released), request.least_free_blocks)
+        return missing <= self._blocks.num_free + len(released)
 
     def _missing_blocks(self, request: Request, wanted: int, released: AbstractSet[int]) -> int:
         if self._blocks.is_swapped(request.request_id):

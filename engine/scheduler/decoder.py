@@ -188,6 +188,7 @@ class DecoderScheduler:
                 chosen.remove(victim)
                 self.preempt(victim)
                 if victim is request:
+                    request.least_free_blocks = min(self.blocks.num_free + 1, self.blocks.pool.num_usable)
                     return
             self.blocks.append(sequence.sequence_id, sequence.num_computed_tokens, end)
             chosen.add(request, sequence, count)
@@ -407,6 +408,7 @@ class DecoderScheduler:
                 sequence.num_computed_tokens = sequence.num_remembered = 0
             self._rewind_inputs(request)
         request.num_preemptions += 1
+        request.least_free_blocks = 0
         self.counters["preemptions"] += 1
         self.add(request)
 

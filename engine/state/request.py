@@ -164,6 +164,8 @@ class Request:
     prompt: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    least_free_blocks: int = 0
+    """Below, it would begin in vain: with one less it had to give up its own, being the last."""
     forked: bool = False
     has_output: bool = False
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)

@@ -162,6 +162,25 @@ def test_a_prefill_takes_no_blocks_that_are_not_enough_for_it(tiny_vision: Model
     assert engine.is_empty()
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_prompt_that_ran_out_of_blocks_begins_again_once_there_are_more(tiny_llama: ModelInfo, policy: str) -> None:
+    """Before, its first tokens would be computed, and given up for want of the next block: without end."""
+    engine = quick_engine(tiny_llama, 4, max_num_batched_tokens=4, preemption=policy, prefix_caching=False)
+    driver = Driver(engine)
+    for name, length in ("earlier", 13), ("later", 10):
+        driver.add(text(name, length, greedy(1)), prefill_only=True)
+    driver.step_while(lambda: not engine.stats()["preemptions_total"])
+    for _ in range(5):
+        driver.step()
+    assert not engine.has_work(), "one waits for its grant, the other one for its blocks"
+    assert engine.stats()["preemptions_total"] == 1
+    engine.end_prefill("earlier")
+    driver.step_while(lambda: KvComputed("later", 9) not in driver.events)
+    engine.end_prefill("later")
+    driver.finish()
+    assert engine.is_empty()
+
+
 @pytest.mark.parametrize("policy", ["recompute", "swap"])
 @pytest.mark.parametrize("model", ["tiny_vision", "tiny_speech"])
 def test_a_decode_that_is_preempted_asks_for_media_only_if_it_must(
