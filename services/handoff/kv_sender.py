@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager as AsyncContext
 from dataclasses import dataclass, field
@@ -22,18 +23,20 @@ import msgspec
 import torch
 
 from broker.handoff.sender import Handoff, HandoffSender, Key, Part
+from broker.transports.tensors import ITEM_BYTES
 from common.errors import ErrorInfo, TriptychError
 from common.messages import KV_INPUT_ID, Failed, Generate, Grant, KvOffer, Prefilled
 from common.telemetry import SpanRecorder, get_logger
 from engine.core.decoder_engine import DecoderEngine
 from engine.device.pending_tensor import PendingTensor
 from engine.state.events import Event, KvComputed, KvReady, PrefillEvent
-from services.handoff.kv_messages import PART_BYTES, tokens_per_part
 from services.handoff.payloads import Outgoing, payload_of
 from services.process.engine_thread import EngineThread
 from services.worker_context import WorkerContext
 
 Table: TypeAlias = Literal["self", "cross"]
+PART_BYTES: Final = 8 * 2**20
+"""A part is not larger, unless a single token is."""
 RETRY_S: Final = 0.2
 MAX_PENDING: Final = 16
 """Parts that wait on a GPU for the steps before them."""
@@ -248,6 +251,11 @@ class KvSender:
             # The request was preempted. The engine reports the end of its recomputation, or its return.
             self._handoffs.keep_alive(handoff)
             await prefill.next_report(RETRY_S)
+
+
+def tokens_per_part(token_shape: Sequence[int], dtype: str) -> int:
+    """Return the number of tokens of a shape in one part."""
+    return max(1, PART_BYTES // max(1, math.prod(token_shape) * ITEM_BYTES[dtype]))
 
 
 def _wanted(offer: KvOffer, grant: Grant) -> Iterator[tuple[Table, int, int]]:

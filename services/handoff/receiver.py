@@ -26,7 +26,7 @@ from engine.device.choice import DTYPES, choose_device
 from engine.device.memory import memory_budget
 from engine.handoff.offer_check import KvPart
 from engine.state.events import Event
-from services.handoff.kv_messages import PART_BYTES
+from services.handoff.kv_sender import PART_BYTES
 from services.handoff.payloads import keep_for_this_stream, tensor_of
 from services.handoff.receive_buffers import DeviceReceiveBuffers, ReceiveBuffers
 from services.process.engine_thread import EngineThread

@@ -26,7 +26,7 @@ from common.errors import TriptychError
 from common.hashing import checksum
 from common.keys import ClusterKey
 from common.messages import encode
-from services.handoff.kv_messages import PART_BYTES
+from services.handoff.kv_sender import PART_BYTES
 from tests.broker.transports.relay import Relay
 from tests.broker.transports.transport_kit import Kit, kit_of, of_bytes, receive, to, transfer
 from tests.eventually import eventually

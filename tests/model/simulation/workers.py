@@ -202,7 +202,7 @@ def symbolic_workers() -> Iterator[None]:
     for role in ("encoder", "prefill", "decoder"):
         importlib.import_module(f"services.roles.{role}")
     with ExitStack() as stack:
-        stack.enter_context(patch("services.handoff.kv_messages.PART_BYTES", 2 * TOKEN_BYTES))
+        stack.enter_context(patch("services.handoff.kv_sender.PART_BYTES", 2 * TOKEN_BYTES))
         for module, name, value in _users_of(list(substitutes)):
             stack.enter_context(patch.object(module, name, substitutes[value]))
         yield

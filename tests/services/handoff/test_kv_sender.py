@@ -33,8 +33,7 @@ from common.messages import (
 from common.sampling_params import SamplingParams
 from engine.device.pending_tensor import PendingTensor
 from engine.state.events import KvComputed, KvReady
-from services.handoff.kv_messages import PART_BYTES, tokens_per_part
-from services.handoff.kv_sender import KvSender
+from services.handoff.kv_sender import PART_BYTES, KvSender, tokens_per_part
 from services.worker_context import WorkerContext
 from tests.broker.conftest import make_record
 from tests.eventually import eventually
