@@ -55,7 +55,7 @@ class _Prefill:
     ready: KvReady | None = None
     num_computed: int | None = None
     ended: Prefilled | None = None
-    error: ErrorInfo | None = None
+    error: TriptychError | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -71,7 +71,7 @@ class _Prefill:
             case Prefilled():
                 self.ended = event
             case Failed(error=error):
-                self.error = error
+                self.error = TriptychError(error.code, error.message, error.param)
         self.changed.set()
 
     async def next_report(self, timeout_s: float | None = None) -> None:
@@ -86,7 +86,7 @@ class _Prefill:
     def check(self) -> None:
         """Raise the request's error, if any."""
         if self.error is not None:
-            raise TriptychError(self.error.code, self.error.message, self.error.param)
+            raise self.error
 
 
 class KvSender:
@@ -126,9 +126,8 @@ class KvSender:
             return
         prefill, _ = found
         prefill.note(event)
-        if isinstance(event, Failed):
-            error = event.error
-            self._handoffs.fail(prefill.key, TriptychError(error.code, error.message, error.param))
+        if prefill.error is not None:
+            self._handoffs.fail(prefill.key, prefill.error)
 
     def discard(self, request_id: str) -> None:
         """Stop without a reply; unknown requests are fine. The caller frees the memory of the engine."""
@@ -220,17 +219,13 @@ class KvSender:
 
     async def _computed(self, prefill: _Prefill, handoff: Handoff, table: Table, first: int, last: int) -> int:
         """Return the end of the computed tokens. Tokens of cross-attention are computed all at once."""
-
-        def reached() -> int | None:
-            if prefill.num_computed is None:
-                return None
-            computed = last if table == "cross" else min(last, prefill.num_computed)
-            return computed if computed > first else None
-
-        while (computed := reached()) is None:
+        while True:
+            if prefill.num_computed is not None:
+                computed = last if table == "cross" else min(last, prefill.num_computed)
+                if computed > first:
+                    return computed
             self._handoffs.keep_alive(handoff)
             await prefill.next_report(RETRY_S)
-        return computed
 
     async def _export(self, prefill: _Prefill, handoff: Handoff, table: Table, first: int, last: int) -> torch.Tensor:
         """Return the KV of some tokens, once present (again)."""
