@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import get_args
 
@@ -119,14 +120,12 @@ async def check_broker(broker_url: str, plan: Plan) -> None:
     names already run under this cluster's prefix.
     """
     cluster = plan.settings.cluster
-    redis = connect(broker_url, retries=0)
     try:
-        await wait_until_reachable(redis, _BROKER_TIMEOUT_S)
-        running = await Registry(redis, cluster).instances()
+        async with connect(broker_url, retries=0) as redis:
+            await wait_until_reachable(redis, _BROKER_TIMEOUT_S)
+            running = await Registry(redis, cluster).instances()
     except RedisError as error:
         raise TriptychError("unavailable", f"the broker does not answer: {error}", "broker") from error
-    finally:
-        await redis.aclose()
     taken = sorted(running.keys() & {PROXY_ID, *(instance_id for instance_id, _ in plan.topology.workers())})
     if taken:
         where = f"cluster {cluster!r} at {without_secrets(broker_url)}"
@@ -136,13 +135,9 @@ async def check_broker(broker_url: str, plan: Plan) -> None:
 
 async def forget_instances(broker_url: str, cluster: str, instances: Sequence[Instance]) -> None:
     """Remove the entries of instances that did not stop cleanly; a clean stop leaves no entries."""
-    redis = connect(broker_url, retries=0)
     ids = [instance.id for instance in instances]
     keys = [stream_key(cluster, instance_id, channel) for instance_id in ids for channel in get_args(ChannelName)]
-    try:
-        await redis.delete(*keys, *(f"{cluster}:instance:{instance_id}" for instance_id in ids))
-        await redis.srem(f"{cluster}:instances", *ids)
-    except (RedisError, OSError):
-        pass  # the broker is gone, and what was in it
-    finally:
-        await redis.aclose()
+    with contextlib.suppress(RedisError, OSError):  # the broker is gone, and what was in it
+        async with connect(broker_url, retries=0) as redis:
+            await redis.delete(*keys, *(f"{cluster}:instance:{instance_id}" for instance_id in ids))
+            await redis.srem(f"{cluster}:instances", *ids)

@@ -214,11 +214,8 @@ def _start_broker() -> str:
 async def _ping(url: str) -> str:
     from broker.cluster.redis_client import connect, wait_until_reachable, without_secrets
 
-    redis = connect(url, retries=0)
-    try:
+    async with connect(url, retries=0) as redis:
         await wait_until_reachable(redis, 3.0)
-    finally:
-        await redis.aclose()
     return f"{without_secrets(url)} answers"
 
 
