@@ -37,7 +37,7 @@ FIGURES: Final = (
 """Load and caches of a worker, few enough for every heartbeat."""
 
 
-class WorkerMetrics:
+class WorkerMetrics(Collector):
     """Histograms filled by the service, and numbers looked up on each scrape."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class WorkerMetrics:
         self.gauges: dict[str, Callable[[], float]] = {}
         self.tallies: dict[str, Callable[[], Mapping[str, int]]] = {}
         """Counters by outcome: name -> function returning outcome -> count."""
-        self.registry.register(_Lookup(self))
+        self.registry.register(self)
 
     def _histogram(
         self, name: str, what: str, *, label: str | None = None, buckets: tuple[float, ...] = _SECONDS
@@ -76,17 +76,13 @@ class WorkerMetrics:
         """Return the Prometheus text format."""
         return generate_latest(self.registry)
 
-
-class _Lookup(Collector):
-    def __init__(self, metrics: WorkerMetrics) -> None:
-        self._metrics = metrics
-
     def collect(self) -> Iterable[Metric]:
-        values = {name: gauge() for name, gauge in self._metrics.gauges.items()}
-        for name, value in {**added_up(self._metrics.engine_stats.values()), **values}.items():
+        """Return the numbers of this moment; called by the registry."""
+        values = {name: gauge() for name, gauge in self.gauges.items()}
+        for name, value in {**added_up(self.engine_stats.values()), **values}.items():
             kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             yield kind(f"triptych_{name}", help_text(name), value=value)
-        for name, tally in self._metrics.tallies.items():
+        for name, tally in self.tallies.items():
             family = CounterMetricFamily(f"triptych_{name}", help_text(name), labels=["outcome"])
             for outcome, count in Tally(tally()).items():
                 family.add_metric([outcome], count)
