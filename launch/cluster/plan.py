@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from pydantic import SecretStr
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from common.model_info import ModelInfo
 
 PROXY_ID = "proxy"
+MemoryShares: TypeAlias = Mapping[Role, Mapping[str, float | int]]
+"""The engine settings of each worker's role that share the memory out."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,9 @@ class Plan:
         """Return all instances with their command lines; logs go to `<logs>/<instance id>.log`."""
         memory = self.memory()
         instances: list[tuple[str, Role]] = [*self.topology.workers(), (PROXY_ID, "proxy")]
-        return [self._instance(name, role, broker_url, logs, memory.get(role, {})) for name, role in instances]
+        return [self.instance(name, role, broker_url, logs, memory) for name, role in instances]
 
-    def worker(self, instance_id: str, role: Role, broker_url: str, logs: Path, port: int) -> Instance:
-        """Return one worker, with the share of this host that a worker of its role has where all run here."""
-        return self._instance(instance_id, role, broker_url, logs, self.memory().get(role, {}), port)
-
-    def memory(self) -> Mapping[Role, Mapping[str, float | int]]:
+    def memory(self) -> MemoryShares:
         """Return the engine settings of each role that share the memory out. Raises TriptychError as `split_memory`."""
         settings, engine = self.settings, self.settings.engine
         if runs_on_gpu(engine):  # the transports take memory of it, too
@@ -75,19 +73,14 @@ class Plan:
         shared = split_threads(self.topology, available_cores())
         return {**{role: given or count for role, count in shared.items()}, "proxy": 1}
 
-    def _instance(
-        self,
-        instance_id: str,
-        role: Role,
-        broker_url: str,
-        logs: Path,
-        memory: Mapping[str, float | int],
-        port: int = 0,
+    def instance(
+        self, instance_id: str, role: Role, broker_url: str, logs: Path, memory: MemoryShares, port: int = 0
     ) -> Instance:
+        """Return an instance with the shares of this host that one of its role has where all run here."""
         worker, threads = role != "proxy", self.threads()[role]
         engine = self.settings.engine
         if worker:
-            engine = engine.model_copy(update={"num_threads": threads, **memory})
+            engine = engine.model_copy(update={"num_threads": threads, **memory[role]})
         settings = self.settings.model_copy(
             update={
                 "broker": broker_url,

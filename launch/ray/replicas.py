@@ -79,7 +79,7 @@ class WorkerReplica:
         shared = Topology(**{role: 1}) if runs_on_gpu(self._settings.engine) else parse_topology(topology)
         name = f"{LETTERS[role]}-{serve.get_replica_context().replica_id.unique_id}"
         plan = Plan(self._settings, info, shared)
-        instance = plan.worker(name, role, str(self._settings.broker), self._logs.path, port)
+        instance = plan.instance(name, role, str(self._settings.broker), self._logs.path, plan.memory(), port)
         token = cluster_token(self._settings)
         headers = {"Authorization": bearer(token)} if token else {}
         self._http = httpx.AsyncClient(base_url=plan.base_url, headers=headers, timeout=_ANSWER_S, trust_env=False)
