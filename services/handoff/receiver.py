@@ -51,7 +51,6 @@ class HandoffReceiver:
         self._tensors = context.tensor_receiver(max(limit, 2 * PART_BYTES))
         self.tensor_address = self._tensors.address
         self._offers: dict[Key, Offer | KvOffer] = {}  # until settled
-        self._kv_keys: dict[str, set[Key]] = {}  # of KV offers, by request
         cuda = context.cuda
         self._buffers = ReceiveBuffers() if cuda is None else DeviceReceiveBuffers(cuda, choose_device(config.device))
         self._device_parts = asyncio.Semaphore(MAX_DEVICE_PARTS)
@@ -88,7 +87,6 @@ class HandoffReceiver:
             case KvOffer():
                 self._context.hops.mark(key, "offer_received")
                 self._offers[key] = message
-                self._kv_keys.setdefault(message.request_id, set()).add(key)
                 self._thread.submit(lambda engine: engine.offer_kv(message))
             case Withdraw():
                 self._withdraw(key, message)
@@ -119,8 +117,9 @@ class HandoffReceiver:
     def started(self, request_id: str, attempt: int) -> None:
         """Discard the KV offers of an attempt up to `attempt`: the request generates, and all KV is here."""
         log.debug("first token", request=request_id, attempt=attempt)
-        for key in [key for key in self._kv_keys.get(request_id, ()) if self._offers[key].request_attempt <= attempt]:
-            self._discard(key)
+        for key, offer in list(self._offers.items()):
+            if isinstance(offer, KvOffer) and offer.request_id == request_id and offer.request_attempt <= attempt:
+                self._discard(key)
 
     # --- offers
 
@@ -152,11 +151,6 @@ class HandoffReceiver:
     def _discard(self, key: Key) -> None:
         self._offers.pop(key, None)
         self._buffers.discard(key)
-        keys = self._kv_keys.get(key[0])
-        if keys is not None:
-            keys.discard(key)
-            if not keys:
-                del self._kv_keys[key[0]]
 
     def _answer(self, sender: str, answer: Grant | Receipt) -> None:
         if isinstance(answer, Grant):

@@ -184,7 +184,7 @@ class SimulatedWorker(WorkerProcess):
         held["requests"] = len(self._proxies)
         receiver = getattr(self.role, "_receiver", None)
         if receiver is not None:
-            held["offers"] = len(receiver._offers) + len(receiver._kv_keys)
+            held["offers"] = len(receiver._offers)
         held["engine"] = self.engine is not None and not self.engine.is_empty()
         held["engines at work"] = sum(thread.engine.has_work() for thread in self.threads)
         return {name: value for name, value in held.items() if value}
