@@ -119,11 +119,8 @@ def _counts(count: int, scaling: Scaling | None) -> dict[str, Any]:
     policy = {"policy_function": SCALING_POLICY, "policy_kwargs": {"target_seconds": scaling.target_seconds}}
     return {
         "autoscaling_config": {
-            "min_replicas": scaling.min_replicas,
-            "max_replicas": scaling.max_replicas,
+            **scaling.model_dump(exclude={"target_seconds"}),
             "initial_replicas": min(max(count, scaling.min_replicas), scaling.max_replicas),
-            "upscale_delay_s": scaling.upscale_delay_s,
-            "downscale_delay_s": scaling.downscale_delay_s,
             "policy": policy,
         }
     }
