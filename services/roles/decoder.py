@@ -63,8 +63,9 @@ class DecoderService(ABC):
         )
         self._receiver = HandoffReceiver(context, self.thread)
         self.tensor_address = self._receiver.tensor_address
-        fallback = self.may_encode and context.settings.encoder_fallback and context.info.media_kind is not None
-        self._encoding = LocalEncodeStage(context, self.thread, fallback) if fallback or self.always_encodes else None
+        at_need = self.may_encode and context.settings.encoder_fallback and context.info.media_kind is not None
+        encodes, is_fallback = at_need or self.always_encodes, not self.always_encodes
+        self._encoding = LocalEncodeStage(context, self.thread, is_fallback) if encodes else None
         context.metrics.tallies["handoffs"] = lambda: self._receiver.outcomes + self._outcomes
         context.metrics.gauges["integrity_failures"] = lambda: self._num_integrity_failures
 

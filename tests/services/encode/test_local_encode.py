@@ -61,14 +61,15 @@ async def serving(
         assert worker.gauge("integrity_failures") == 0
 
 
+@pytest.mark.parametrize("encoder_fallback", [False, True], ids=["plain", "with the fallback"])
 async def test_one_process_answers_as_llm_does_and_hands_nothing_over(
-    broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context
+    broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context, encoder_fallback: bool
 ) -> None:
     media = [sign("red"), sign("blue", size=168)]
     llm = LLM("signpost", num_threads=1, kv_cache_bytes=16 * 2**20)
     content = [*({"type": "image", "image": item} for item in media), {"type": "text", "text": TEXT}]
     [expected] = llm.chat([{"role": "user", "content": content}], SamplingParams(max_tokens=8, temperature=0.0))
-    async with serving(broker_url, redis, zmq_context) as setting:
+    async with serving(broker_url, redis, zmq_context, encoder_fallback=encoder_fallback) as setting:
         record = await setting.worker.record()
         assert (record.role, record.encodes) == ("encode_prefill_decode", True)
         await setting.generate("r", media)
