@@ -29,7 +29,7 @@ from proxy.dispatch.encode_dispatcher import EncodeDispatcher
 from proxy.dispatch.jobs import Job, cache_keys
 from proxy.dispatch.placement import WHOLE, any_encodes
 from proxy.dispatch.prefill_dispatcher import PrefillDispatcher
-from proxy.dispatch.progress import BACKOFF_S, Deadlines, Progress, Retries
+from proxy.dispatch.progress import BACKOFF_S, Action, Deadlines, Progress, Retries
 from proxy.dispatch.worker import Worker, WorkerEvent
 
 MAX_UNREAD: Final = 4096
@@ -58,12 +58,12 @@ class JobRunner:
         self._runners = runners
         self._context = context
         self._deadline_s = deadline_s
-        self._events: asyncio.Queue[tuple[Worker, Event] | None] = asyncio.Queue()  # None: a deadline is due
+        self._events: asyncio.Queue[tuple[Worker, Event] | Action] = asyncio.Queue()  # an action: a deadline is due
         self._news: deque[Tokens] = deque()
         self._progress = Progress(job.sampling)
         self._cache_keys = cache_keys(job)
         self._attempts = itertools.count(1)
-        self._deadlines = Deadlines(lambda: self._events.put_nowait(None))
+        self._deadlines = Deadlines(self._events.put_nowait)
         self._encode = EncodeDispatcher(job, context, self._deadlines)
         self._prefill: PrefillDispatcher | None = None  # where a worker apart from the decoder computes the prompt
         self._prefill_retries = Retries("the prompt could not be computed")
@@ -134,8 +134,8 @@ class JobRunner:
         if time.monotonic() >= self._deadline_s:  # before all events: a worker may never cease to send them
             await self._time_out()
         event = await self._events.get()
-        if event is None:
-            await self._deadlines.run_due(time.monotonic())
+        if not isinstance(event, tuple):
+            await event()
             return
         worker, message = event
         match message:

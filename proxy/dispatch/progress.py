@@ -135,49 +135,36 @@ class Progress:
 class Deadlines:
     """All deadlines of one job, each with the action that follows. Times are by `time.monotonic`.
 
-    `wake` is called once when the earliest is due; the job then calls `run_due`. Between both, events that came before
-    the deadline are handled first.
+    `wake` is called with what the job then has to do. Between both, events that came before the deadline are handled
+    first, and may change it.
     """
 
-    wake: Callable[[], None]
-    _pending: dict[Hashable, tuple[float, Action]] = field(default_factory=dict)
-    _timer: asyncio.TimerHandle | None = None
-    _timer_due_s: float = 0.0
+    wake: Callable[[Action], None]
+    _timers: dict[Hashable, asyncio.TimerHandle] = field(default_factory=dict)
 
     def __contains__(self, key: Hashable) -> bool:
-        return key in self._pending
+        return key in self._timers
 
     def set(self, key: Hashable, due_s: float, action: Action) -> None:
         """Run `action` at `due_s`, in place of any earlier deadline of `key`."""
-        self._pending[key] = due_s, action
-        if self._timer is None or due_s < self._timer_due_s:  # not `when()`: uvloop's handles may lack it
-            self._wake_at(due_s)
+
+        async def run() -> None:
+            if self._timers.get(key) is timer:  # not changed since it was due
+                del self._timers[key]
+                await action()
+
+        self.clear(key)
+        timer = self._timers[key] = asyncio.get_running_loop().call_at(due_s, self.wake, run)
 
     def clear(self, key: Hashable) -> None:
         """Forget the deadline of `key`, if any."""
-        self._pending.pop(key, None)
-
-    async def run_due(self, now_s: float) -> None:
-        """Run the actions of due deadlines; then wait for the earliest of the rest."""
-        try:
-            for key, pending in list(self._pending.items()):
-                if pending[0] <= now_s and self._pending.get(key) is pending:  # no action before has changed it
-                    del self._pending[key]
-                    await pending[1]()
-        finally:
-            self.stop()
-            if self._pending:
-                self._wake_at(min(due_s for due_s, _ in self._pending.values()))
-
-    def _wake_at(self, due_s: float) -> None:
-        self.stop()
-        self._timer, self._timer_due_s = asyncio.get_running_loop().call_at(due_s, self.wake), due_s
+        if (timer := self._timers.pop(key, None)) is not None:
+            timer.cancel()
 
     def stop(self) -> None:
-        """Wake the job no more."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        """Forget all deadlines."""
+        for key in list(self._timers):
+            self.clear(key)
 
 
 @dataclass
