@@ -39,8 +39,7 @@ class ChildPool:
 
     def __init__(
         self,
-        initialize: Callable[..., None],
-        arguments: tuple[Any, ...],
+        initialize: Callable[[], None],
         *,
         work: str,
         num_workers: int,
@@ -48,12 +47,12 @@ class ChildPool:
         memory_bytes: int,
         on_crash: Callable[[], object] = lambda: None,
     ) -> None:
-        """Start the processes. Each begins with `initialize(*arguments)`; `work` names the pool's task in messages.
+        """Start the processes. Each begins with `initialize()`; `work` names the pool's task in messages.
 
         `timeout_s` bounds an item from its start, beside the start of its process; `memory_bytes` bounds its memory
         beyond an idle process. `on_crash` is called on the loop when a process has died, or has taken too long.
         """
-        self._initializer = (memory_bytes, os.getpid(), initialize, arguments)
+        self._initializer = (memory_bytes, os.getpid(), initialize)
         self._work = work
         self._num_workers = num_workers
         self._on_crash = on_crash
@@ -175,16 +174,14 @@ class ChildPool:
         return executor, [executor.submit(os.getpid) for _ in range(self._num_workers)]
 
 
-def _begin_child(
-    memory_bytes: int, parent_pid: int, initialize: Callable[..., None], arguments: tuple[Any, ...]
-) -> None:
+def _begin_child(memory_bytes: int, parent_pid: int, initialize: Callable[[], None]) -> None:
     """Initialize a new helper, then let it take `memory_bytes` of address space beyond its size: beyond that limit
     follows a MemoryError or the end. The terminal's Ctrl-C ends the parent alone, the helper ends with it.
     """
     die_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(MEDIA_NICENESS)
-    initialize(*arguments)
+    initialize()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it would hold a client's image
     with contextlib.suppress(OSError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])

@@ -76,7 +76,6 @@ class AudioWindows(ChildPool):
         """`on_crash` is called on the loop when a helper has died or exceeded TIMEOUT_S."""
         super().__init__(
             malloc.map_large_blocks,
-            (),
             work="decoding",
             num_workers=NUM_PROCESSES,
             timeout_s=TIMEOUT_S,

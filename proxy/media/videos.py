@@ -35,7 +35,6 @@ class VideoCutter(ChildPool):
         )
         super().__init__(
             malloc.map_large_blocks,
-            (),
             work="reading",
             num_workers=1,
             timeout_s=TIMEOUT_S,

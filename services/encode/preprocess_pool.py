@@ -9,6 +9,7 @@ import asyncio
 import os
 from collections import deque
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from common.messages import MediaKind
@@ -91,8 +92,7 @@ class PreprocessPool(ChildPool):
         """Limit each item to `timeout_s` from its start and to `memory_bytes`, all arrays to `staging_bytes`."""
         self.gate = MemoryGate(staging_bytes, num_workers)
         super().__init__(
-            initialize,
-            (model, dtype),
+            partial(initialize, model, dtype),
             work="preprocessing",
             num_workers=num_workers,
             timeout_s=timeout_s,

@@ -46,7 +46,7 @@ def begun(tmp_path: Path) -> Path:
 
 async def test_an_item_whose_process_died_is_tried_again_with_nobody_beside_it(tmp_path: Path, begun: Path) -> None:
     """A second process that dies meanwhile would take the first one's along, and the blame would fall on it."""
-    pool, go = ChildPool(begin, (), work="reading", num_workers=2, timeout_s=60.0, memory_bytes=2**30), tmp_path / "go"
+    pool, go = ChildPool(begin, work="reading", num_workers=2, timeout_s=60.0, memory_bytes=2**30), tmp_path / "go"
     try:
         innocent = asyncio.create_task(pool.run("innocent", wait_for, str(go), str(begun)))
         await eventually(lambda: begun.read_text().count("begun") == 1, 60.0)
@@ -68,7 +68,7 @@ async def test_an_item_whose_process_died_is_tried_again_with_nobody_beside_it(t
 async def test_one_who_gives_up_while_it_waits_to_be_alone_keeps_nobody_else_waiting(
     tmp_path: Path, begun: Path
 ) -> None:
-    pool, go = ChildPool(begin, (), work="reading", num_workers=2, timeout_s=60.0, memory_bytes=2**30), tmp_path / "go"
+    pool, go = ChildPool(begin, work="reading", num_workers=2, timeout_s=60.0, memory_bytes=2**30), tmp_path / "go"
     try:
         guilty = asyncio.create_task(pool.run("guilty", crash))
         await eventually(lambda: pool.num_crashes == 1, 60.0)
@@ -101,7 +101,7 @@ async def test_a_process_killed_within_its_result_holds_no_slot_for_longer_than_
     num_workers: int, begun: Path
 ) -> None:
     """The thread that reads results has begun to read the rest, which never comes, and looks after nothing else."""
-    pool = ChildPool(begin, (), work="reading", num_workers=num_workers, timeout_s=2.0, memory_bytes=2**30)
+    pool = ChildPool(begin, work="reading", num_workers=num_workers, timeout_s=2.0, memory_bytes=2**30)
     try:
         await pool.warm_up(60.0)
         async with asyncio.timeout(60.0):
@@ -123,7 +123,7 @@ async def test_a_process_killed_within_its_result_holds_no_slot_for_longer_than_
 
 async def test_processes_may_take_longer_to_start_than_an_item_to_end() -> None:
     """Else no item would outlive the start that follows a crash, and none would ever end."""
-    pool = ChildPool(begin_slowly, (), work="reading", num_workers=1, timeout_s=0.7, memory_bytes=2**30)
+    pool = ChildPool(begin_slowly, work="reading", num_workers=1, timeout_s=0.7, memory_bytes=2**30)
     try:
         await pool.warm_up(60.0)
         os.kill(await pool.run("idle", os.getpid), signal.SIGKILL)
@@ -141,7 +141,7 @@ def give_much(begun: str) -> bytes:
 @pytest.mark.slow
 async def test_processes_killed_idle_or_in_the_middle_of_a_result_are_replaced(begun: Path) -> None:
     """Pools that share one pipe and its lock among their processes hang here, or give up for good."""
-    pool = ChildPool(begin, (), work="reading", num_workers=2, timeout_s=60.0, memory_bytes=2**30)
+    pool = ChildPool(begin, work="reading", num_workers=2, timeout_s=60.0, memory_bytes=2**30)
     try:
         os.kill(await pool.run("idle", os.getpid), signal.SIGKILL)
         assert await pool.run("next", os.cpu_count) == os.cpu_count()
