@@ -16,7 +16,6 @@ from common.messages import (
     Encoded,
     Failed,
     FromWorker,
-    Generate,
     InputNeeded,
     Inquiry,
     Prefilled,
@@ -278,18 +277,7 @@ class JobRunner:
         self._deadlines.set("inquiry", time.monotonic() + INQUIRY_S, self._inquire)
         resumed = self._progress.start(job.enough, prefilled=prefiller is not None)
         log.debug("job placed", request=job.request_id, decoder=decoder.instance_id, attempt=self._attempt)
-        await decoder.send(
-            Generate(
-                job.request_id,
-                job.prompt_token_ids,
-                job.slots,
-                sampling,
-                job.priority,
-                resumed,
-                prefilled=prefiller is not None,
-                attempt=self._attempt,
-            )
-        )
+        await decoder.send(job.message(resumed, prefilled=prefiller is not None, attempt=self._attempt))
         if prefiller is not None:
             self._prefill = PrefillDispatcher(
                 job,

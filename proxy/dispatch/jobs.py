@@ -6,11 +6,11 @@ import hashlib
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from common.errors import ErrorInfo, TriptychError
 from common.hashing import content_hash
-from common.messages import InputSlot, MediaKind
+from common.messages import Generate, InputSlot, MediaKind, Resumed
 from common.sampling_params import SamplingParams
 
 CHUNK_TOKENS: Final = 64
@@ -51,6 +51,11 @@ class Job:
     field_of: Callable[[str], str] = str
     enough: set[int] = field(default_factory=set)
     num_encoder_prompt_tokens: int = 0
+
+    def message(self, resumed: list[Resumed], **part: Any) -> Generate:
+        """Return the message for a worker. `part` are the fields in which the workers of a job differ."""
+        prompt, sampling = self.prompt_token_ids, self.sampling
+        return Generate(self.request_id, prompt, self.slots, sampling, self.priority, resumed, **part)
 
     def error_of(self, error: ErrorInfo) -> TriptychError:
         """Return a worker's error, with the request's field for the setting."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from common.errors import ErrorInfo, TriptychError
-from common.messages import Abort, Generate, Inquiry, Resumed
+from common.messages import Abort, Inquiry, Resumed
 from common.telemetry import get_logger
 from proxy.dispatch.context import DispatchContext
 from proxy.dispatch.encode_dispatcher import EncodeDispatcher
@@ -56,12 +56,7 @@ class PrefillDispatcher:
         worker.load.tokens += len(job.prompt_token_ids)
         log.debug("prompt sent", request=job.request_id, prefill=worker.instance_id, attempt=self.attempt)
         await worker.send(
-            Generate(
-                job.request_id,
-                job.prompt_token_ids,
-                job.slots,
-                job.sampling,
-                job.priority,
+            job.message(
                 self._resumed,
                 prefill_for=self._decoder.instance_id,
                 attempt=self.attempt,
