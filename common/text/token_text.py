@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Sequence
@@ -22,14 +23,8 @@ class TokenTexts:
         self._tokenizer = tokenizer
         self.added = {token: added.content for token, added in tokenizer.get_added_tokens_decoder().items()}
         self._decoders = _decoder_types(json.loads(tokenizer.to_str()).get("decoder"))
-        self._bytes: dict[int, bytes] = {}
-
-    def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes a token adds to the text; none for unknown ids."""
-        known = self._bytes.get(token_id)
-        if known is None:
-            known = self._bytes[token_id] = self._find_bytes(token_id)
-        return known
+        self.bytes_of = functools.cache(self._find_bytes)
+        """Returns the bytes a token adds to the text; none for unknown ids."""
 
     def string_of(self, token_id: int) -> str:
         """Return the text of a token, with U+FFFD for the bytes of a partial character."""
