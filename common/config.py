@@ -317,9 +317,9 @@ class Settings(BaseSettings):
     log_format: Literal["text", "json"] = _setting("text", "Format of the log.", "Logs")
     engine: EngineConfig = EngineConfig()
 
-    @field_validator("instance_id", mode="before")
+    @field_validator("instance_id", "served_model_name")
     @classmethod
-    def _none_if_empty(cls, given: object) -> object:
+    def _none_if_empty(cls, given: Any) -> Any:
         """Read an empty variable as none: Compose passes on unset variables as empty."""
         return given or None
 
@@ -337,11 +337,6 @@ class Settings(BaseSettings):
         if not (isinstance(given, list | tuple) and all(isinstance(text, str) for text in given)):
             return value
         return [part.strip() for text in given for part in text.split(",") if part.strip()]
-
-    @field_validator("served_model_name")
-    @classmethod
-    def _some_name(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        return names or None
 
     @classmethod
     def settings_customise_sources(
