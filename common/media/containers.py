@@ -25,8 +25,12 @@ HEAD_BYTES: Final = 16
 _MP4: Final = "mov,mp4,m4a,3gp,3g2,mj2"
 _ATOMS: Final = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 """Begins of MP4, and of QuickTime without `ftyp`."""
-_PICTURES: Final = (b"avif", b"avis", b"heic", b"heix", b"mif1", b"msf1")
-"""Brands of still images in the same container."""
+PICTURE_BRANDS: Final = {
+    b"avif": "avif",
+    b"avis": "avif",
+    **dict.fromkeys((b"heic", b"heix", b"mif1", b"msf1"), "heic"),
+}
+"""Major brands of pictures in the same container: iana.org/assignments/media-types (image/avif, image/heic)."""
 _MAX_STREAMS: Final = 32
 _MARGIN_S: Final = 1.0
 """Decoded and thrown away before a start in the middle: some decoders need samples before the first good one."""
@@ -38,7 +42,7 @@ FloatArray = npt.NDArray[np.float32]
 def demuxer(head: bytes) -> str | None:
     """Return FFmpeg's demuxer for data with these first HEAD_BYTES bytes; None for other data, images included."""
     if head[4:8] in _ATOMS:
-        return None if head[4:8] == b"ftyp" and head[8:12] in _PICTURES else _MP4
+        return None if head[4:8] == b"ftyp" and head[8:12] in PICTURE_BRANDS else _MP4
     if head.startswith(b"\x1aE\xdf\xa3"):
         return "matroska,webm"
     if head.startswith(b"\0\0\1\xba"):

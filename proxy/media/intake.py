@@ -47,12 +47,6 @@ _CONTAINERS: Final[dict[tuple[bytes, bytes], tuple[MediaKind, str]]] = {
     (b"FORM", b"AIFF"): ("audio", "aiff"),
     (b"FORM", b"AIFC"): ("audio", "aiff"),
 }
-_PICTURE_BRANDS: Final = {
-    b"avif": "avif",
-    b"avis": "avif",
-    **dict.fromkeys((b"heic", b"heix", b"mif1", b"msf1"), "heic"),
-}
-"""Major brands of pictures in the container of MP4: iana.org/assignments/media-types (image/avif, image/heic)."""
 _EXPECTED: Final = {
     "image": "a picture (JPEG, PNG, WebP, GIF, BMP, AVIF, TIFF)",
     "audio": f"audio (WAV, MP3, FLAC, Ogg, AIFF, {containers.FORMATS})",
@@ -227,7 +221,7 @@ def sniff(data: bytes) -> tuple[MediaKind, str] | None:
     for magic, kind, name in _MAGIC:
         if data.startswith(magic):
             return kind, name
-    if data[4:8] == b"ftyp" and (brand := _PICTURE_BRANDS.get(data[8:12])) is not None:
+    if data[4:8] == b"ftyp" and (brand := containers.PICTURE_BRANDS.get(data[8:12])) is not None:
         return "image", brand
     if (container := containers.demuxer(data[: containers.HEAD_BYTES])) is not None:
         return "audio", container
