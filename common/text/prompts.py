@@ -78,7 +78,7 @@ class ParsedPrompt:
 
 @dataclass(frozen=True)
 class _Singleton:
-    """A tokenised prompt; `token_ids` is None for a prompt of media alone."""
+    """A tokenised prompt; `token_ids` is None for a prompt of media alone, and where none was given."""
 
     token_ids: list[int] | None
     text: str | None
@@ -108,13 +108,8 @@ def parse_prompt(prompt: Prompt, info: ModelInfo, text: TextProcessor) -> Parsed
         if one.token_ids is None:
             raise _bad_format(prompt, "prompt")
         return ParsedPrompt(one.token_ids, one.text, multi_modal_data=one.media)
-    encoder: SingletonPrompt | None
-    decoder: SingletonPrompt | None
-    if is_pair:
-        pair = cast(ExplicitEncoderDecoderPrompt, prompt)
-        encoder, decoder = pair.get("encoder_prompt"), pair.get("decoder_prompt")
-    else:
-        encoder, decoder = cast(SingletonPrompt, prompt), None
+    pair = cast(ExplicitEncoderDecoderPrompt, prompt if is_pair else {"encoder_prompt": prompt})
+    encoder, decoder = pair.get("encoder_prompt"), pair.get("decoder_prompt")
     if info.media_kind != "text" and not info.family.reads_text:
         return _parse_media_pair(encoder, decoder, info, text, is_pair=is_pair)
     return _parse_text_pair(encoder, decoder, info, text)
@@ -230,14 +225,13 @@ def _parse_text_pair(
 ) -> ParsedPrompt:
     kinds = info.media_kinds if info.family.reads_text else ()
     encode = text.encode_beside if kinds else text.encode_prompt
-    source = None if encoder is None else _parse_singleton(encoder, encode, "encoder_prompt")
-    target = None if decoder is None else _parse_singleton(decoder, text.encode_prompt, "decoder_prompt")
+    source = _parse_singleton(encoder, encode, "encoder_prompt")
+    target = _parse_singleton(decoder, text.encode_prompt, "decoder_prompt")
     for one, taken in ((source, kinds), (target, ())):
-        refused = [] if one is None else [kind for kind in one.media if kind not in taken]
-        if refused:
+        if refused := [kind for kind in one.media if kind not in taken]:
             message = f"{info.name} takes {' and '.join(('text', *taken))}, no {', '.join(refused)}"
             raise invalid(message, "multi_modal_data")
-    if source is None or source.token_ids is None:
+    if source.token_ids is None:
         message = f"{info.name} is an encoder-decoder model and needs an encoder prompt: a text or token ids"
         raise invalid(message, "encoder_prompt")
     count = sum(len(items) if isinstance(items, list) else 1 for items in source.media.values())
@@ -246,7 +240,7 @@ def _parse_text_pair(
         raise invalid(message, "multi_modal_data")
     check_encoder_prompt(info, source.token_ids)
     pair = source.token_ids, source.text, source.media
-    if target is None or target.token_ids is None:
+    if target.token_ids is None:
         default = default_decoder_prompt(info)
         return ParsedPrompt(default, None, *pair, num_forced_tokens=len(default) - 1)
     _check_vocabulary(info, target.token_ids, "decoder")
@@ -263,26 +257,21 @@ def _parse_media_pair(
 ) -> ParsedPrompt:
     """Parse a prompt whose media go to the encoder; the text beside them in a single prompt is the decoder's."""
     encode = partial(text.encode_prompt, add_special_tokens=False)
-    source = None if encoder is None else _parse_singleton(encoder, encode, "encoder_prompt")
-    if source is None or not source.media:
+    source = _parse_singleton(encoder, encode, "encoder_prompt")
+    if not source.media:
         message = f"{info.name} needs {info.media_kind} as its encoder prompt: give it as multi_modal_data"
         raise invalid(message, "encoder_prompt")
-    if not is_pair:
-        target: _Singleton | None = source
-    elif source.token_ids:
+    if is_pair and source.token_ids:
         message = f"the encoder of {info.name} takes {info.media_kind}, no text: give that as decoder_prompt"
         raise invalid(message, "encoder_prompt")
-    else:
-        target = None if decoder is None else _parse_singleton(decoder, encode, "decoder_prompt")
-    token_ids = None if target is None else target.token_ids
-    return ParsedPrompt(
-        preprocess_decoder_prompt(info, token_ids),
-        None if target is None else target.text,
-        multi_modal_data=source.media,
-    )
+    target = _parse_singleton(decoder, encode, "decoder_prompt") if is_pair else source
+    ids = preprocess_decoder_prompt(info, target.token_ids)
+    return ParsedPrompt(ids, target.text, multi_modal_data=source.media)
 
 
-def _parse_singleton(prompt: SingletonPrompt, encode: Callable[[str, str], list[int]], param: str) -> _Singleton:
+def _parse_singleton(prompt: SingletonPrompt | None, encode: Callable[[str, str], list[int]], param: str) -> _Singleton:
+    if prompt is None:
+        return _Singleton(None, None, {})
     if isinstance(prompt, str):
         return _Singleton(encode(prompt, param), prompt, {})
     if isinstance(prompt, list | tuple):
