@@ -7,8 +7,6 @@ from typing import Final
 
 from fastapi.responses import Response
 
-from common.errors import TriptychError
-
 FOLDER: Final = Path(__file__).parent / "files"
 _TYPES: Final = {
     ".html": "text/html; charset=utf-8",
@@ -45,10 +43,3 @@ def read_files() -> dict[str, Response]:
         for path in FOLDER.iterdir()
         if path.suffix in _TYPES
     }
-
-
-def find(files: dict[str, Response], name: str) -> Response:
-    """Return a file. Raises TriptychError("not_found") for any name but those of the files."""
-    if name not in files:
-        raise TriptychError("not_found", f"the page has no file {name[:100]!r}", "name")
-    return files[name]

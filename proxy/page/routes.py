@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from common.errors import TriptychError
 from proxy.page import assets, overview
 from proxy.service import Service
 
@@ -16,11 +17,13 @@ def add_page(router: APIRouter, service: Service) -> None:
 
     @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def _page() -> Response:
-        return assets.find(files, "index.html")
+        return files["index.html"]
 
     @router.get("/page/{name}", include_in_schema=False)
     async def _file(name: str) -> Response:
-        return assets.find(files, name)
+        if name not in files:
+            raise TriptychError("not_found", f"the page has no file {name[:100]!r}", "name")
+        return files[name]
 
     @router.get("/v1/cluster")
     async def _cluster() -> dict[str, Any]:
