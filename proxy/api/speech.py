@@ -237,10 +237,7 @@ class Speech:
             for attempt, temperature in enumerate(self._temperatures):
                 ticket = ticket if attempt == 0 else self._tickets.acquire()
                 generation = self._generation(index, attempt, temperature, item, ticket)
-                try:
-                    held = await self._read(index, generation, merged)
-                finally:
-                    ticket.release()
+                held = await self._read(index, generation, merged)
                 self.usage.add(generation.usage)
                 self._stopped = generation.is_stopped
                 result = self._windows[index] = replace(
@@ -279,14 +276,10 @@ class Speech:
         )
         request_id = part_id(self._context.id, index) + ".words"
         job = Job(request_id, prompt_ids, sampling, make_slots([item], None), [item], self._options.priority)
-        ticket = self._tickets.acquire()
-        generation = service.generate(job, self._context, ticket)
-        try:
-            async with aclosing(generation.deltas()) as deltas:
-                async for _ in deltas:
-                    pass
-        finally:
-            ticket.release()
+        generation = service.generate(job, self._context, self._tickets.acquire())
+        async with aclosing(generation.deltas()) as deltas:
+            async for _ in deltas:
+                pass
         logprobs = generation.prompt_logprobs
         return aligned_words(prompt_ids, sampling, logprobs, service.text, self.language, result.start_s)
 

@@ -104,7 +104,7 @@ class TextSequence:
 class TextStream:
     """The text of one job. `prompt_logprobs` are complete after the first delta, if the job asked for them.
 
-    `_tokens` are the job's own, closed with `deltas`; `_ticket` waits for the first of them.
+    `_tokens` are the job's own, closed with `deltas`; `_ticket` waits for the first of them, or for the end.
     """
 
     job: Job
@@ -147,6 +147,7 @@ class TextStream:
                     if len(self.job.enough) == len(self.sequences):
                         break
         finally:
+            self._ticket.release()
             self._observe_end()
 
     def _delta(self, batch: Tokens) -> Delta | None:
