@@ -29,7 +29,7 @@ _KINDS: Final[tuple[tuple[re.Pattern[str], Any, str], ...]] = (
     (re.compile(r"\w+_token_(id|index)"), (int, list), "a whole number"),
     (re.compile(r"\w+_(eps|theta)"), (int, float), "a number"),
     (re.compile(r"model_type"), str, "a string"),
-    (re.compile(r"architectures"), list, "a list"),
+    (re.compile(r"architectures|(begin_)?suppress_tokens|bad_words_ids"), list, "a list"),
     (re.compile(r"(text|vision|audio|quantization)_config|rope_(parameters|scaling)"), dict, "an object"),
 )
 """Keys of JSON files, the types of their values, and the same in words; null is always right."""
@@ -37,6 +37,8 @@ _PER_STAGE: Final = ("num_heads", "patch_size")
 """Sizes that may be lists: DaViT (Florence-2) has others in each of its stages."""
 _RECOMMENDED: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Sampling of generation_config.json that holds for requests without their own values."""
+_AGAIN: Final = ("consolidated*", "model.fp*")
+"""Files with the same weights once more, for other programs or in float32 (Mistral, Whisper large-v3)."""
 _END_BYTES: Final = 64 * 2**10
 _SAMPLE_BYTES: Final = 4 * 2**10
 _NUM_SAMPLES: Final = 64
@@ -152,8 +154,7 @@ def resolve_model(model: str) -> Path:
 
     try:
         patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
-        again = ["consolidated*", "model.fp*", "*/*.safetensors"]  # the same weights, for others
-        return Path(snapshot_download(model, allow_patterns=patterns, ignore_patterns=again))
+        return Path(snapshot_download(model, allow_patterns=patterns, ignore_patterns=[*_AGAIN, "*/*.safetensors"]))
     except Exception as error:  # the hub client raises many kinds
         message = f"{model!r} is no folder here, and cannot be got from the hub: {' '.join(str(error).split())}"
         if isinstance(error, LocalEntryNotFoundError):
@@ -391,6 +392,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _hash_weights(folder: Path, digest: hashlib.blake2b) -> None:
     for path in sorted(folder.glob("*.safetensors")):
+        if any(path.match(pattern) for pattern in _AGAIN):
+            continue  # never read, and not on every host
         digest.update(f"{path.name} {path.stat().st_size}".encode())
         _hash_samples(path, digest)
 

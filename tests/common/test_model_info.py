@@ -24,6 +24,12 @@ def fingerprint(folder: Path) -> str:
     return load_model_info(str(folder)).fingerprint
 
 
+def test_weights_that_are_there_twice_leave_the_fingerprint_as_it_is(folder: Path) -> None:
+    """One host has downloaded them, another one has not."""
+    shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
+    assert fingerprint(folder) == load_model_info("signpost").fingerprint
+
+
 def test_equal_files_have_the_bundled_models_fingerprint(folder: Path) -> None:
     assert fingerprint(folder) == load_model_info("signpost").fingerprint
 
