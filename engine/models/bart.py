@@ -26,9 +26,11 @@ _LAYOUT = CheckpointLayout(
         "model.decoder.": "",
         "decoder.": "",
         "model.language_model.decoder.": "",  # of Florence-2
-        "model.shared.": "embed_tokens.",
-        "model.language_model.shared.": "embed_tokens.",
-        "shared.": "embed_tokens.",
+        **{
+            f"{prefix}{name}.": "embed_tokens."
+            for prefix in ("", "model.", "model.language_model.")
+            for name in ("shared", "encoder.embed_tokens")
+        },
         "lm_head.": "lm_head.",
         "final_logits_bias": "final_logits_bias",
     },

@@ -18,7 +18,12 @@ from engine.state.request import Request
 from engine.state.spec import DecoderSpec
 
 DECODER_LAYOUT = CheckpointLayout(
-    prefixes={"decoder.": "", "shared.": "embed_tokens.", "lm_head.": "lm_head."},
+    prefixes={
+        "decoder.": "",
+        "shared.": "embed_tokens.",
+        "encoder.embed_tokens.": "embed_tokens.",
+        "lm_head.": "lm_head.",
+    },
     ignored=("EncDecAttention.relative_attention_bias.weight",),  # in old checkpoints, and never used
 )
 _BIAS_SOURCE = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"

@@ -137,10 +137,13 @@ def test_a_head_that_config_json_calls_tied_and_is_not_counts_as_in_transformers
         (make_whisper, "model.decoder.embed_tokens", "proj_out"),
         (encdec.make_bart, "model.shared", "lm_head"),
         (encdec.make_bart, "model.shared", "model.decoder.embed_tokens"),
+        (encdec.make_bart, "model.shared", "model.encoder.embed_tokens"),
         (encdec.make_t5, "shared", "lm_head"),
+        (encdec.make_t5, "shared", "encoder.embed_tokens"),
         (encdec.make_t5, "shared", "decoder.embed_tokens"),
         (florence2.make_florence2, "model.language_model.shared", "lm_head"),
         (florence2.make_florence2, "model.language_model.shared", "model.language_model.decoder.embed_tokens"),
+        (florence2.make_florence2, "model.language_model.shared", "model.language_model.encoder.embed_tokens"),
     ],
 )
 def test_a_tied_embedding_is_read_by_whichever_name_it_was_saved(
