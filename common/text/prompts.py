@@ -168,7 +168,8 @@ def with_checkpoint_rules(info: ModelInfo, params: SamplingParams, parsed: Parse
     for name in ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids"):
         given = () if getattr(params, name) else _rule(info, name) or ()
         words = [one if isinstance(one, list) else [one] for one in given]
-        possible = [word for word in words if all(0 <= token < info.vocab_size for token in word)]
+        known = range(info.vocab_size)
+        possible = [word for word in words if word and all(isinstance(one, int) and one in known for one in word)]
         if possible:
             rules[name] = tuple(tuple(word) if name == "bad_words_ids" else word[0] for word in possible)
     return msgspec.structs.replace(params, **rules) if rules else params

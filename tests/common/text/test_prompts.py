@@ -227,7 +227,7 @@ def test_the_least_length_of_the_checkpoint_counts_as_in_transformers(
 
 def test_tokens_that_a_checkpoint_never_writes_are_forbidden(changed: Rewrite) -> None:
     vocab_size = encdec.VOCAB_SIZE
-    bad = [[7, 8], [9], [vocab_size]]
+    bad = [[7, 8], [9], [vocab_size], [], ["5"]]
     info = changed({"suppress_tokens": [3, -1, vocab_size], "begin_suppress_tokens": [4], "bad_words_ids": bad})
     filled = SamplingParams(suppress_tokens=(3,), begin_suppress_tokens=(4,), bad_words_ids=((7, 8), (9,)))
     assert with_checkpoint_rules(info, SamplingParams(), UNFORCED) == filled
