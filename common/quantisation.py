@@ -57,14 +57,14 @@ def _need(given: Mapping[str, Any], key: str, default: Any, supported: tuple[Any
 
 
 def _awq(given: Mapping[str, Any]) -> Quantisation:
-    _need(given, "version", given.get("format", "gemm"), ("gemm", "GEMM"))
+    _need(given, "version", given.get("format") or "gemm", ("gemm", "GEMM"))
     return Quantisation("awq", bits=_need(given, "bits", given.get("w_bit"), (4,)))
 
 
 def _gptq(given: Mapping[str, Any]) -> Quantisation:
     if given.get("dynamic"):
         raise ValueError("with other settings for some layers (dynamic) is not supported")
-    is_v1 = _need(given, "checkpoint_format", given.get("format", "gptq"), ("gptq", "gptq_v2")) == "gptq"
+    is_v1 = _need(given, "checkpoint_format", given.get("format") or "gptq", ("gptq", "gptq_v2")) == "gptq"
     return Quantisation("gptq", bits=_need(given, "bits", None, (4, 8)), zero_offset=int(is_v1))
 
 

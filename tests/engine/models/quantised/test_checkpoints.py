@@ -47,7 +47,7 @@ _GROUPED = {"type": "int", "strategy": "group", "group_size": 32}
 _GPTQ = {"quant_method": "gptq", "group_size": 32}
 FORMATS: dict[str, tuple[dict[str, Any], Pack]] = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq),
-    "gptq": ({**_GPTQ, "bits": 4}, gptq),
+    "gptq": ({**_GPTQ, "bits": 4, "format": None}, gptq),
     "gptq v2": ({**_GPTQ, "bits": 4, "checkpoint_format": "gptq_v2"}, partial(gptq, v2=True)),
     "gptq v2 by format": ({**_GPTQ, "bits": 4, "format": "gptq_v2", "checkpoint_format": None}, partial(gptq, v2=True)),
     "gptq act-order": ({**_GPTQ, "bits": 4, "desc_act": True}, partial(gptq, shuffled=True)),
