@@ -378,7 +378,7 @@ def _template_source(info: ModelInfo, config: Mapping[str, Any]) -> str | None:
         tool_use = tool_use_path.read_text()
     if source and tool_use:
         tool_use, source = (text.removesuffix("\n") for text in (tool_use, source))  # as Jinja does at the end of each
-        source = f"{{% if tools %}}\n{tool_use}{{% else %}}\n{source}{{% endif %}}"
+        source = f"{{% if tools %}}\n{tool_use}{{%+ else %}}\n{source}{{%+ endif %}}"
     placeholder, default = _DEFAULT_TEMPLATES.get(info.family.name, ("", None))
     return default if default is not None and placeholder not in (source or "") else source
 
