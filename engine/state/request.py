@@ -165,7 +165,7 @@ class Request:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     least_free_blocks: int = 0
-    """Below, it would begin in vain: with one less it had to give up its own, being the last."""
+    """With fewer free blocks the request does not begin again: it ran out of blocks with one less."""
     forked: bool = False
     has_output: bool = False
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)

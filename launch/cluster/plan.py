@@ -76,7 +76,7 @@ class Plan:
     def instance(
         self, instance_id: str, role: Role, broker_url: str, logs: Path, memory: MemoryShares, port: int = 0
     ) -> Instance:
-        """Return an instance with the shares of this host that one of its role has where all run here."""
+        """Return an instance with its role's share of memory and threads, as if the whole topology ran on this host."""
         worker, threads = role != "proxy", self.threads()[role]
         engine = self.settings.engine
         if worker:

@@ -102,7 +102,7 @@ Stop = Annotated[
 
 
 class StreamOptions(FewFields):
-    """`include_obfuscation` is OpenAI's: bytes without meaning, of which there are none here."""
+    """`include_obfuscation` is OpenAI's, and changes nothing: no padding is sent."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -135,8 +135,8 @@ class Progress:
 class Deadlines:
     """All deadlines of one job, each with the action that follows. Times are by `time.monotonic`.
 
-    `wake` is called with what the job then has to do. Between both, events that came before the deadline are handled
-    first, and may change it.
+    `wake` is called with an action once its deadline is due. The job runs it behind the events that came before, and
+    it does nothing where one of these has changed the deadline.
     """
 
     wake: Callable[[Action], None]

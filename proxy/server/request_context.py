@@ -279,7 +279,7 @@ class EventStream(Response):
             await _unless_disconnected(self._context, self._send(send))
         except ClientDisconnect:
             pass
-        except TriptychError as error:  # the deadline: a client that stops reading would hold its request forever
+        except TriptychError as error:  # past the deadline, or as the server stops: the stream is cut
             self._context.outcome = error.info.code
         finally:
             await self._end(self._context, self._payloads)
