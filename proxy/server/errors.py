@@ -19,8 +19,10 @@ from common.telemetry import get_logger
 RETRY_AFTER_S: Final = 1
 _TYPES: Final = {404: "not_found_error", 429: "rate_limit_error"}
 
-_SERVED: Final = "/v1/chat/completions, /v1/completions, /v1/audio/transcriptions and /v1/audio/translations"
-_ROUTES: Final = ("/v1/models", "/v1/responses", *_SERVED.replace(" and ", ", ").split(", "))
+_SERVED: Final = (
+    "/v1/chat/completions, /v1/responses, /v1/completions, /v1/audio/transcriptions and /v1/audio/translations"
+)
+_ROUTES: Final = ("/v1/models", *_SERVED.replace(" and ", ", ").split(", "))
 _UNSERVED: Final = {
     "/v1/embeddings": "embeddings",
     "/v1/moderations": "moderations",

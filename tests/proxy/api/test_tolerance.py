@@ -70,7 +70,8 @@ def test_long_values_end_at_a_word_with_an_ellipsis() -> None:
 async def test_routes_that_are_not_served_say_what_is(rig, path) -> None:
     response = await rig.http.post(path, json={})
     assert response.status_code == 404
-    assert "are not served here, only /v1/chat/completions, " in response.json()["error"]["message"]
+    said = response.json()["error"]["message"]
+    assert "are not served here, only /v1/chat/completions, /v1/responses, " in said
 
 
 async def test_max_tokens_beyond_the_context_is_cut(rig) -> None:
