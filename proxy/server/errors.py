@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from common.config import closest
 from common.errors import ErrorInfo, TriptychError, invalid
+from common.http.auth import CONTROL_PATHS
 from common.telemetry import get_logger
 
 RETRY_AFTER_S: Final = 1
@@ -89,7 +90,10 @@ async def refusal(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer with OpenAI's 401; the given key appears nowhere."""
     given = "authorization" in HTTPConnection(scope).headers or bool(scope.get("subprotocols"))
     message = "the API key is not one of this server's" if given else "this server wants an API key"
-    info = ErrorInfo("invalid_api_key", f"{message}: send it as `Authorization: Bearer KEY`")
+    message += ": send it as `Authorization: Bearer KEY`"
+    if scope["path"] in CONTROL_PATHS:
+        message = f"{scope['path']} wants the cluster's token, not an API key: use `triptych drain ID`, which sends it"
+    info = ErrorInfo("invalid_api_key", message)
     await error_response(info)(scope, receive, send)
 
 

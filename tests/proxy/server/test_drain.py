@@ -86,9 +86,10 @@ async def test_a_wrong_wait_is_named_and_drains_nothing(serve, wait):
 async def test_only_the_clusters_token_drains_a_proxy_of_a_cluster_with_a_key(serve):
     token = ClusterKey(KEY).token
     async with serve(encoders=0, decoders=0, cluster_key=KEY, api_key="of-a-user") as rig:
-        for key, status in (("of-a-user", 401), (token, 202)):
+        for key, status, said in (("of-a-user", 401, "use `triptych drain"), (token, 202, "draining")):
             answer = await rig.http.post("/drain", headers={"authorization": bearer(key)})
             assert answer.status_code == status
+            assert said in answer.text
 
 
 async def test_the_command_waits_for_a_proxy_and_says_what_is_left(serve):
