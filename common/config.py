@@ -151,7 +151,9 @@ class EngineConfig(BaseModel):
     encoder_batch_bytes: Size | None = _setting(
         None, "Output bytes of one encoder batch.", shown="2MiB on a CPU, 64MiB on CUDA", ge=1
     )
-    num_threads: int | None = _setting(None, "CPU threads of one worker.", "Engine", shown="a share of the cores", ge=1)
+    num_threads: int | None = _setting(
+        None, "CPU threads of one worker.", "Engine", shown="under `serve` a share of the cores, else all cores", ge=1
+    )
     attention_backend: str = _setting(
         "auto", "Name of the attention backend; auto chooses by device, dtype and heads.", "Engine"
     )
