@@ -155,7 +155,7 @@ def _report(console: Console, run: Run) -> None:
     if figures["output_token_throughput"]:  # transcriptions count seconds
         parts.append(f"{figures['output_token_throughput']:.1f} output tokens/s")
     if (tokens := figures["metrics"]["output_tokens"]["avg"]) is not None and tokens < _SHORT_TOKENS:
-        text = f"answers of {tokens:.0f} tokens are too short for figures between tokens: set ignore_eos by --extra"
+        text = f"answers of {tokens:.0f} tokens are too short for gaps: more --max-tokens, or ignore_eos by --extra"
         console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
     if figures["goodput"] is not None:
         parts.append(f"goodput {figures['goodput']:.2f} requests/s")

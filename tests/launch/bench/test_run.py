@@ -40,7 +40,7 @@ def test_a_sweep_warms_up_measures_exports_and_draws(
     said = capsys.readouterr()
     assert "6 of 6 requests answered" in said.out
     assert "goodput" in said.out
-    assert "answers of 2 tokens are too short for figures between tokens" in said.out
+    assert "answers of 2 tokens are too short for gaps: more --max-tokens, or ignore_eos" in said.out
     assert said.err.splitlines() == ["1 in flight: 6 of 6 requests ended", "4 in flight: 6 of 6 requests ended"]
     assert len(api.bodies) == 3 + 2 * 6
     assert all(body["ignore_eos"] is True for body in api.bodies)
