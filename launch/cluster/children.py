@@ -47,6 +47,7 @@ class Child:
         # Linux shares cores among sessions first, then by niceness. uvloop, as in Ray, knows no process_group.
         plain = isinstance(asyncio.get_running_loop(), asyncio.BaseEventLoop)
         try:
+            command.log.parent.mkdir(0o700, exist_ok=True)  # whoever tidies up temporary files may have removed it
             with command.log.open("ab") as log:
                 process = await asyncio.create_subprocess_exec(
                     *command.argv,

@@ -36,6 +36,12 @@ async def test_output_goes_to_the_log_and_the_end_is_described(tmp_path: Path) -
     assert set(child.log_tail().splitlines()) == {"out", "err"}
 
 
+async def test_a_child_starts_after_the_folder_of_its_log_was_tidied_away(tmp_path: Path) -> None:
+    log = tmp_path / "triptych-logs-0" / "log"
+    assert await (await Child.start(command("print('out')", log))).wait() == "exit code 0"
+    assert (log.read_text(), log.parent.stat().st_mode & 0o777) == ("out\n", 0o700)
+
+
 async def test_a_child_that_is_killed_twice_is_told_of_as_killed(tmp_path: Path) -> None:
     """A signal by the process object looks first whether the process has ended: what it finds, nobody else finds."""
     child = await Child.start(command("input()", tmp_path / "log"))
