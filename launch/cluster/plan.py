@@ -47,9 +47,8 @@ class Plan:
     @property
     def base_url(self) -> str:
         """Future base URL of the OpenAI API, without `/v1`."""
-        host = self.settings.host
-        wildcard = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
-        return f"http://{wildcard.get(host, f'[{host}]' if ':' in host else host)}:{self.settings.port}"
+        host = "127.0.0.1" if self.settings.host == "0.0.0.0" else self.settings.host
+        return f"http://{host}:{self.settings.port}"
 
     def instances(self, broker_url: str, logs: Path) -> list[Instance]:
         """Return all instances with their command lines; logs go to `<logs>/<instance id>.log`."""
@@ -114,12 +113,13 @@ def make_plan(settings: Settings, topology: str | Topology | None = None) -> Pla
     """Decide model, topology, port, and the key that makes the processes a cluster.
 
     Raises TriptychError: no such model, a tokenizer or weights that are missing, damaged or cut, a chat template or
-    sampling defaults that cannot be used, a preprocessor or a topology that does not fit the model, a port that is
-    taken, or a key that is none.
+    sampling defaults that cannot be used, a preprocessor or a topology that does not fit the model, a host without
+    an IPv4 address, a port that is taken, or a key that is none.
     """
     from common.model_info import load_model_info
     from common.text.processor import TextProcessor
     from engine.processors import make_processor
+    from services.process.addresses import resolve_host
 
     info = load_model_info(settings.model, settings.lora_modules)
     TextProcessor(info, settings.chat_template)  # damaged files are refused here, before a process starts
@@ -135,7 +135,7 @@ def make_plan(settings: Settings, topology: str | Topology | None = None) -> Pla
     if asked is None:
         asked, reason = usual_topology(info, None if runs_on_gpu(settings.engine) else available_cores())
     chosen = asked if isinstance(asked, Topology) else choose_topology(asked, info, settings.encoder_fallback)
-    update: dict[str, object] = {"port": reserve_port(settings.host, settings.port)}
+    update: dict[str, object] = {"port": reserve_port(resolve_host(settings.host), settings.port)}
     if settings.served_model_name is None:
         update["served_model_name"] = (info.name,)
     update["model"] = str(info.folder)  # so that no process asks the hub again

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from typer.main import get_command
@@ -18,6 +18,8 @@ from common.errors import TriptychError
 from common.families import FAMILIES
 from common.model_info import BUNDLED, load_model_info
 from launch.cli.app import app, main
+from launch.cluster.configure import load_settings
+from launch.cluster.plan import make_plan
 
 
 @pytest.fixture(autouse=True)
@@ -234,6 +236,33 @@ def test_a_port_in_use_is_an_error_before_anything_starts(
     assert code == 2
     assert f"cannot listen on 127.0.0.1:{port}: address already in use" in errors
     assert output == ""
+
+
+@pytest.mark.parametrize("host", ["::1", "nowhere.invalid"])
+def test_a_host_that_workers_cannot_listen_on_is_an_error_before_anything_starts(
+    host: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, output, errors = run(f"serve signpost --port 0 --host {host}", monkeypatch, capsys)
+    assert (code, output) == (2, "")
+    assert f"cannot listen on host '{host}'" in errors
+    assert "give an IPv4 address" in errors
+
+
+def test_a_port_is_looked_for_at_the_address_that_processes_listen_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most systems name ::1 first for localhost: what is free there may be taken at 127.0.0.1."""
+    look_up, both = socket.getaddrinfo, [(socket.AF_INET6, ("::1", 0, 0, 0)), (socket.AF_INET, ("127.0.0.1", 0))]
+
+    def resolve(host: str, port: int | None, family: int = 0, **options: int) -> list[Any]:
+        if host != "localhost":
+            return cast("list[Any]", look_up(host, port, family, **options))
+        found = [(one, address) for one, address in both if family in (0, one)]
+        return [(one, socket.SOCK_STREAM, 0, "", (place[0], port or 0, *place[2:])) for one, place in found]
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(socket, "getaddrinfo", resolve)
+        settings = load_settings({"model": "signpost", "host": "localhost", "port": taken.getsockname()[1]})
+        with pytest.raises(TriptychError, match=r"cannot listen on 127\.0\.0\.1:"):
+            make_plan(settings)
 
 
 def test_a_broker_that_does_not_answer_is_an_error(
