@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import time
 import uuid
@@ -29,6 +28,7 @@ from common.keys import ClusterKey, key_id
 from common.messages import InstanceRecord
 from common.model_info import load_model_info
 from common.process import malloc, memory_upkeep
+from common.process.end_signals import on_end_signal
 from common.process.stack_dump import dump_on_signal
 from common.telemetry import get_logger, setup_logging
 from proxy.api import openapi
@@ -52,7 +52,7 @@ log = get_logger()
 
 
 def run(settings: Settings) -> int:
-    """Serve until SIGTERM or SIGINT. Returns 0 after a clean stop, 1 where the proxy could not start or go on."""
+    """Serve until a signal to end. Returns 0 after a clean stop, 1 where the proxy could not start or go on."""
     malloc.use_one_arena()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # every prompt has a thread of its own
     instance_id = settings.instance_id or f"proxy-{uuid.uuid4().hex[:8]}"
@@ -152,9 +152,7 @@ async def _serve_until_signal(service: Service, listener: socket.socket) -> bool
     port = int(listener.getsockname()[1])
     server = ProxyServer(make_app(service, port), service)
     service.on_failure = server.stop
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, server.stop)
+    on_end_signal(server.stop)
     if serves_anybody(service.settings):
         log.warning("anybody who reaches this port is served: give API keys, see docs/how-to/security.md")
     memory_upkeep.begin()

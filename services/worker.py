@@ -26,7 +26,7 @@ log = get_logger()
 
 
 def run(settings: Settings, role: Role) -> int:
-    """Run one worker until SIGTERM, SIGINT or a drain; return the exit status of the process.
+    """Run one worker until a signal to end or a drain; return the exit status of the process.
 
     A switch to another role does not return: the process starts anew under the same instance id. Errors of the start
     are one line of the log, with status 1. SIGUSR1 writes all stacks to the log.

@@ -13,7 +13,6 @@ Any part that ends on its own ends the process: a worker is whole or gone, and o
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 import uuid
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from common.http.auth import worker_guard
 from common.keys import ClusterKey
 from common.messages import Abort, Failed, Heartbeat, Inquiry, Role
 from common.model_info import ModelInfo
+from common.process.end_signals import on_end_signal
 from common.telemetry import get_logger
 from services.handoff.payloads import open_cuda
 from services.membership import Membership, make_record
@@ -131,13 +131,11 @@ class WorkerProcess:
         self._add_metrics()
 
     async def run(self) -> int:
-        """Serve until SIGTERM, SIGINT or a drain (0), or until a part breaks (1).
+        """Serve until a signal to end or a drain (0), or until a part breaks (1).
 
         `next_role` is set for a process that shall start anew in another role.
         """
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.stop.set)
+        on_end_signal(self.stop.set)
         serving = asyncio.create_task(self._serve())
         ends = asyncio.create_task(self.stop.wait()), asyncio.create_task(self._drain.complete())
         tasks: tuple[asyncio.Task[Any], ...] = (serving, *ends)

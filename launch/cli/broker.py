@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import signal
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -25,6 +24,7 @@ from broker.cluster.redis_client import connect
 from common.config import Settings
 from common.errors import TriptychError
 from common.http.auth import LOOPBACK_HOSTS
+from common.process.end_signals import on_end_signal
 from common.process.ports import reserve_port
 from launch.cli.console import make_console
 from launch.cluster.configure import load_settings
@@ -84,8 +84,7 @@ def run_broker(host: str, port: int, http_port: int, password: str) -> int:
 
 async def _serve(server: EmbeddedBroker, redis: Redis, host: str, settings: Settings, console: Console) -> None:
     http, stop = HttpServer(make_app(redis), host, settings), asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    on_end_signal(stop.set)
     serving = asyncio.create_task(http.run())
     while server.running and not stop.is_set() and not serving.done():
         with contextlib.suppress(TimeoutError):

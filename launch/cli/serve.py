@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import io
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO, cast
@@ -19,6 +18,7 @@ from common.http.auth import serves_anybody
 from common.keys import ClusterKey
 from common.model_info import hub_folder, is_hub_id
 from common.process import memory_upkeep
+from common.process.end_signals import on_end_signal
 from launch.cli.console import ConsoleReporter, NonblockingStream, make_console
 from launch.cluster.children import adopt_orphans
 from launch.cluster.local_registry import LocalEntry, announced
@@ -141,7 +141,7 @@ def _announced(supervisor: Supervisor, console: Console) -> Iterator[None]:
 
 def _stop_on_signals(supervisor: Supervisor, work: asyncio.Future[None]) -> asyncio.Event:
     """Cancel the work on the first signal, which stops the cluster; on the second, kill all processes left."""
-    asked, loop = asyncio.Event(), asyncio.get_running_loop()
+    asked = asyncio.Event()
 
     def on_signal() -> None:
         asked.set()
@@ -150,7 +150,5 @@ def _stop_on_signals(supervisor: Supervisor, work: asyncio.Future[None]) -> asyn
         else:
             work.cancel()
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        with contextlib.suppress(NotImplementedError):
-            loop.add_signal_handler(number, on_signal)
+    on_end_signal(on_signal)
     return asked

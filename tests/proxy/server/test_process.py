@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import msgspec
+import pytest
 
 from broker.cluster.registry import Registry
 from common.messages import InstanceRecord
@@ -60,7 +61,8 @@ async def _registered(registry: Registry) -> InstanceRecord:
     return record
 
 
-async def test_a_proxy_registers_serves_and_stops_cleanly_by_a_signal(broker_url, redis):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+async def test_a_proxy_registers_serves_and_stops_cleanly_by_a_signal(number, broker_url, redis):
     cluster = f"test-{uuid.uuid4().hex[:8]}"
     async with _started(broker_url, cluster, "0") as process:
         record = await _registered(Registry(redis, cluster))
@@ -69,7 +71,7 @@ async def test_a_proxy_registers_serves_and_stops_cleanly_by_a_signal(broker_url
             assert (await http.get("/health")).status_code == 200
             process.send_signal(signal.SIGUSR1)  # dumps all stacks, and goes on
             assert "no decoder" in (await http.get("/ready")).text
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         errors = await _errors_of(process, 0, within_s=10)
         assert "Current thread" in errors
         assert "in WorkerPool." in errors
