@@ -54,6 +54,7 @@ class _TorchPlan:
     dtype: torch.dtype
     num_batched: int
     batched_blocks: torch.Tensor | None  # [num_batched * max_blocks]
+    padding: torch.Tensor | None  # slots of these blocks behind the last key of each request
     masked: dict[tuple[AttentionBias | None, int | None], _Masked] = field(default_factory=dict)
 
 
@@ -78,11 +79,13 @@ class TorchBackend(AttentionBackend):
 
     def plan(self, metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> _TorchPlan:
         num_batched = _num_batched(metadata)
-        blocks = None
+        blocks = padding = None
         if num_batched:
-            max_blocks = -(-max(metadata.seq_lens[:num_batched]) // block_size)
+            lens = np.asarray(metadata.seq_lens[:num_batched])[:, None]
+            max_blocks = -(-int(lens.max()) // block_size)
             blocks = metadata.block_table[:num_batched, :max_blocks].reshape(-1)
-        return _TorchPlan(metadata, block_size, dtype, num_batched, blocks)
+            [padding] = send(blocks.device, np.flatnonzero(np.arange(max_blocks * block_size) >= lens))
+        return _TorchPlan(metadata, block_size, dtype, num_batched, blocks, padding)
 
     def run(
         self,
@@ -103,7 +106,7 @@ class TorchBackend(AttentionBackend):
         out = torch.empty_like(query)
         if plan.num_batched:
             queries = query[: plan.num_batched]
-            out[: plan.num_batched] = self._run_batched(queries, cache, plan.batched_blocks, masked.batched, scale)
+            out[: plan.num_batched] = self._run_batched(queries, cache, plan, masked.batched, scale)
         for row in masked.rows:
             out[row.start : row.end] = _run_row(query[row.start : row.end], cache, row, scale)
         return out
@@ -116,13 +119,17 @@ class TorchBackend(AttentionBackend):
         self,
         query: torch.Tensor,
         cache: torch.Tensor,
-        blocks: torch.Tensor | None,
+        plan: _TorchPlan,
         mask: torch.Tensor | None,
         scale: float | None,
     ) -> torch.Tensor:
-        assert blocks is not None
+        assert plan.batched_blocks is not None
+        assert plan.padding is not None
         shape = len(query), -1, *cache.shape[3:]
-        keys, values = (gathered.view(shape).transpose(1, 2) for gathered in self._gather(cache, blocks))
+        gathered = self._gather(cache, plan.batched_blocks)
+        for slots in gathered:  # what others left there may be NaN, which no mask hides
+            slots.view(-1, *cache.shape[3:]).index_fill_(0, plan.padding, 0)
+        keys, values = (slots.view(shape).transpose(1, 2) for slots in gathered)
         return attend_once(query, keys, values, mask, scale)
 
     def _gather(self, cache: torch.Tensor, blocks: torch.Tensor) -> list[torch.Tensor]:

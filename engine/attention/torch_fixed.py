@@ -46,12 +46,13 @@ class TorchDecodePlan(FixedPlan):
         window: int | None,
     ) -> torch.Tensor:
         """query [num_requests, num_heads, head_dim] -> the same shape."""
-        num_requests, _, head_dim = query.shape
         num_kv_heads = cache.shape[3]
-        keys, values = (
-            cache[side][self._table].view(num_requests, -1, num_kv_heads, head_dim).transpose(1, 2) for side in (0, 1)
+        max_keys, seen, addends = self._table.shape[1] * cache.shape[2], window if self.sizes.causal else None, None
+        padding = torch.arange(max_keys, device=query.device) >= self._num_keys[:, None]
+        keys, values = (  # what others left in padding may be NaN, which no mask hides
+            cache[side][self._table].flatten(1, 2).masked_fill_(padding[:, :, None, None], 0).transpose(1, 2)
+            for side in (0, 1)
         )
-        max_keys, seen, addends = keys.shape[2], window if self.sizes.causal else None, None
         if bias is not None:
             if bias.by_request:
                 raise ValueError("a bias that differs by request is not computed at fixed addresses")

@@ -86,6 +86,25 @@ def test_biases_masks_and_windows_equal_dense(
     assert_equal(paged.attend(backend, bias=bias, window=window), expected, dtype, biased=bias is not None)
 
 
+@pytest.mark.parametrize("backend", [TorchBackend(), choose_backend(CPU)], ids=lambda backend: backend.name)
+@pytest.mark.parametrize("left", [torch.nan, torch.inf])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_what_another_request_left_behind_the_keys_does_not_show(
+    backend: AttentionBackend, left: float, recorded: bool
+) -> None:
+    shape = Shape([(1, 3), (1, 9), (1, 16)], block_size=8, num_kv_heads=2, group=2, head_dim=32, causal=True)
+    paged = Paged(shape, torch.float32, seed=0)
+    paged.cache.fill_(left)
+    expected = dense(paged.query, paged.key, paged.value, paged.mask(paged.allowed()))
+    got = paged.attend(backend)
+    if recorded:
+        plan = backend.make_fixed_plan(PlanSizes(3, 2, 8, torch.float32, HeadSpec(4, 2, 32), causal=True))
+        assert plan is not None
+        assert plan.update(paged.metadata())
+        got = backend.run(paged.query, paged.cache, plan)
+    assert_equal(got, expected, torch.float32)
+
+
 def test_a_recorded_step_refuses_a_bias_that_it_was_not_made_for() -> None:
     backend = choose_backend(CPU)
     if not backend.calls_kernels:
