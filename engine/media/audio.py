@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,8 @@ from common.errors import TriptychError
 from common.media import containers
 
 FloatArray = npt.NDArray[np.float32]
+_LOUDEST: Final = 1e15
+"""Of samples, whose full scale is 1: the power of a spectrum of larger ones is beyond float32."""
 
 
 def decode_audio(media: bytes, sampling_rate: int, max_seconds: float) -> FloatArray:
@@ -30,8 +33,8 @@ def decode_audio(media: bytes, sampling_rate: int, max_seconds: float) -> FloatA
     if len(samples) == 0:
         raise TriptychError("bad_media", "the sound has no samples")
     mono: FloatArray = samples.mean(axis=1)
-    if not np.isfinite(mono).all():
-        raise TriptychError("bad_media", "the sound has samples that are not finite numbers")
+    if not (abs(mono) < _LOUDEST).all():  # nor for NaN
+        raise TriptychError("bad_media", f"the sound has samples that are not finite, or beyond {_LOUDEST:g}")
     return mono if own_rate == sampling_rate else soxr.resample(mono, own_rate, sampling_rate)
 
 

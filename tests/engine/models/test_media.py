@@ -14,6 +14,7 @@ from common.errors import TriptychError
 from common.media import containers
 from engine.media.audio import decode_audio
 from engine.media.image import FORMATS, MAX_PIXELS, decode_image
+from engine.media.log_mel import LogMel, LogMelSettings
 from tests.media_files import encoded, noise, sound_file, tone
 
 
@@ -153,10 +154,15 @@ class TestSounds:
     def test_an_empty_sound_is_refused(self) -> None:
         assert refused(decode_audio, sound_file(tone(0)), 16000, 30) == "the sound has no samples"
 
-    def test_samples_that_are_no_numbers_are_refused(self) -> None:
+    @pytest.mark.parametrize("sample", [np.nan, -np.inf, 1e18, -3e38])
+    def test_samples_that_no_spectrum_has_a_number_for_are_refused(self, sample: float) -> None:
         samples = tone(0.1)
-        samples[7] = np.nan
-        assert "not finite" in refused(decode_audio, sound_file(samples, subtype="FLOAT"), 16000, 30)
+        samples[7] = sample
+        assert "not finite, or beyond 1e+15" in refused(decode_audio, sound_file(samples, subtype="FLOAT"), 16000, 30)
+
+    def test_the_loudest_sound_has_a_spectrum(self) -> None:
+        samples = decode_audio(sound_file(tone(0.1) * 9e14, subtype="FLOAT"), 16000, 30)
+        assert np.isfinite(LogMel(LogMelSettings())(samples)).all()
 
     def test_absurd_headers_are_refused(self) -> None:
         assert "sampling rate of 10 Hz" in refused(decode_audio, sound_file(tone(1, 10), 10), 16000, 30)
