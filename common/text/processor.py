@@ -97,6 +97,11 @@ class TextProcessor:
         self._takes_parts_only = self._template is not None and not self._shows_plain_strings()
         encoder_tokens = info.max_encoder_tokens if info.media_kind == "text" else 0
         self._most_tokens = 2 * max(info.max_model_len, encoder_tokens)
+        self.no_timestamps_token_id: int | None = None
+        """Whisper's: timestamps follow it."""
+        if info.family.name == "whisper":
+            named = self.tokenizer.token_to_id("<|notimestamps|>")
+            self.no_timestamps_token_id = info.generation.get("no_timestamps_token_id", named)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of any text. Other threads run meanwhile: the batch call of `tokenizers` releases the
@@ -137,6 +142,9 @@ class TextProcessor:
         return False
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of tokens. Timestamps of Whisper count as special, as in transformers."""
+        if skip_special_tokens and self.no_timestamps_token_id is not None:
+            token_ids = [token for token in token_ids if token < self.no_timestamps_token_id]
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     @property

@@ -87,7 +87,7 @@ def options(
         if not (rest and rest[0] in languages and rest[1:2] and rest[1] in tasks):
             raise _wrong_prompt("a language as <|en|> and a task as <|transcribe|> follow <|startoftranscript|>")
         told = {"language": languages[rest.pop(0)], "task": tasks[rest.pop(0)]}
-    no_timestamps = _no_timestamps(info, text)
+    no_timestamps = _no_timestamps(text)
     timestamps = bool(no_timestamps) and rest[:1] != no_timestamps
     rest = rest if timestamps else rest[len(no_timestamps) :]
     _check_plain(info, text, [*earlier, *rest])
@@ -122,7 +122,7 @@ def build(
     if timestamps and rules is None:
         raise invalid(f"{info.name} has no <|notimestamps|> token, and so no timestamps", "timestamp_granularities")
     known = _language_and_task(info, language, task)
-    no_timestamps = [] if timestamps else _no_timestamps(info, text)
+    no_timestamps = [] if timestamps else _no_timestamps(text)
     limit = info.max_model_len
     ids = [*_previous_text(info, text, prompt, limit // 2 - 1), start]
     prefix: tuple[tuple[int, ...], ...] = ()
@@ -167,7 +167,7 @@ def start_token_id(info: ModelInfo) -> int:
 def timestamp_rules(info: ModelInfo, text: TextProcessor) -> TimestampRules | None:
     """Return the rules for timestamp tokens, which follow <|notimestamps|> 20 ms apart; None if the checkpoint has
     none."""
-    no_timestamps = _no_timestamps(info, text)
+    no_timestamps = _no_timestamps(text)
     if not no_timestamps:
         return None
     first = info.generation.get("max_initial_timestamp_index")
@@ -176,7 +176,7 @@ def timestamp_rules(info: ModelInfo, text: TextProcessor) -> TimestampRules | No
 
 def no_speech_token_id(info: ModelInfo, text: TextProcessor) -> int | None:
     """<|nospeech|>, called <|nocaptions|> at first: the token before <|notimestamps|>."""
-    no_timestamps = _no_timestamps(info, text)
+    no_timestamps = _no_timestamps(text)
     return no_timestamps[0] - 1 if no_timestamps else None
 
 
@@ -219,9 +219,8 @@ def _language_and_task(info: ModelInfo, language: str | None, task: Task) -> lis
     return [allowed, (int(info.generation["task_to_id"][task]),)]
 
 
-def _no_timestamps(info: ModelInfo, text: TextProcessor) -> list[int]:
-    token = info.generation.get("no_timestamps_token_id", text.tokenizer.token_to_id("<|notimestamps|>"))
-    return [] if token is None else [int(token)]
+def _no_timestamps(text: TextProcessor) -> list[int]:
+    return [] if text.no_timestamps_token_id is None else [text.no_timestamps_token_id]
 
 
 def _previous_text(info: ModelInfo, text: TextProcessor, prompt: str | None, max_tokens: int) -> list[int]:
@@ -248,7 +247,7 @@ def _previous_start(info: ModelInfo, text: TextProcessor) -> int | None:
 def _check_plain(info: ModelInfo, text: TextProcessor, token_ids: list[int]) -> None:
     """Raise TriptychError("invalid_request") for tokens of a decoder prompt that should be text and are not."""
     control = text.tokenizer.get_added_tokens_decoder().keys()
-    timestamps = (_no_timestamps(info, text) or [info.vocab_size])[0]
+    timestamps = (_no_timestamps(text) or [info.vocab_size])[0]
     for token in token_ids:
         if token in control or not 0 <= token < timestamps:
             named = text.tokenizer.id_to_token(token) if 0 <= token < info.vocab_size else None

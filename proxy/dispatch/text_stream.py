@@ -191,11 +191,9 @@ class TextStream:
         return ended or first.detokenizer.stopped
 
     def _visible(self, batch: Tokens) -> list[int]:
-        """The tokens of a batch without a final stop token and without timestamps."""
-        ids, timestamps = batch.token_ids, self.job.sampling.timestamps
-        if batch.finish_reason == "stop" and ids and ids[-1] in self._stops:
-            ids = ids[:-1]
-        return ids if timestamps is None else [token for token in ids if token < timestamps.first_token_id]
+        """The tokens of a batch without a final stop token."""
+        ids = batch.token_ids
+        return ids[:-1] if batch.finish_reason == "stop" and ids and ids[-1] in self._stops else ids
 
     def _observe_end(self) -> None:
         context, now_s = self._context, time.monotonic()

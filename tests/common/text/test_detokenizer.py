@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from tokenizers.decoders import DecodeStream
 
+from common.model_info import load_model_info
 from common.text.processor import Detokenizer, TextProcessor
+from tests.tiny_models import make_whisper
 
 
 @pytest.fixture
@@ -21,7 +24,7 @@ def llamas() -> Any:
     }
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="lo"))
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    text = SimpleNamespace(tokenizer=tokenizer)
+    text = SimpleNamespace(tokenizer=tokenizer, no_timestamps_token_id=None)
     text.decode = lambda ids, **options: TextProcessor.decode(text, ids, **options)  # type: ignore[arg-type]
     return text
 
@@ -97,3 +100,12 @@ def test_the_blank_at_the_start_of_a_text_is_left_out_and_that_behind_a_prompt_i
     assert not detokenizer.stopped, "tokens of the prompt do not count"
     detokenizer.push(ids_of(llamas, "lo"))
     assert detokenizer.stopped
+
+
+def test_timestamps_are_no_text_whoever_asked_for_none(tmp_path: Path) -> None:
+    """A decoder makes some behind <|notimestamps|>, too; Whisper's tokenizers do not call them special."""
+    text = TextProcessor(load_model_info(str(make_whisper(tmp_path))))
+    ids = text.encode("<|0.00|> Hi<|2.40|><|2.40|> you<|30.00|>", add_special_tokens=False)
+    detokenizer = Detokenizer(text)
+    assert "".join(detokenizer.push([token]) for token in ids) == text.decode(ids) == " Hi you"
+    assert text.decode(ids, skip_special_tokens=False).startswith("<|0.00|> Hi<|2.40|>")
