@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
+from statistics import fmean
 from typing import Final
 
 import msgspec
@@ -92,6 +93,7 @@ class _Joined:
         self._begun = False
         self._token_ids: list[int] = []  # not told yet: they made no text
         self._logprobs: list[TokenLogprob] = []
+        self._scores: list[float] = []
 
     def push(self, index: int, delta: Delta) -> list[Delta]:
         """Add a delta of a window. Return the text that is next in order."""
@@ -108,11 +110,13 @@ class _Joined:
                 told.append(self._take(text))
             if delta.finish_reason is not None:
                 self._current += 1
+                self._scores += [] if delta.score is None else [delta.score]
                 self._finish = "length" if delta.finish_reason == "length" else self._finish
         return told
 
     def end(self) -> Delta:
-        return self._take("", self._finish)
+        """Return the end of all; the score of beams is the mean of the windows'."""
+        return replace(self._take("", self._finish), score=fmean(self._scores) if self._scores else None)
 
     def _take(self, text: str, finish: Finish | None = None) -> Delta:
         delta = Delta(text, finish, tuple(self._token_ids), logprobs=tuple(self._logprobs))
@@ -345,7 +349,8 @@ class Speech:
             request_id = part_id(request_id, attempt)
         told = msgspec.structs.replace(self._sampling, **fields)
         sampling = with_checkpoint_rules(info, told, ParsedPrompt(prompt_ids))
-        job = Job(request_id, prompt_ids, sampling, make_slots([item], None), [item], options.priority)
+        slots, heard = make_slots([item], None), info.max_encoder_tokens
+        job = Job(request_id, prompt_ids, sampling, slots, [item], options.priority, num_encoder_prompt_tokens=heard)
         if index == 0 and attempt == 0:
             self.job = job
         return self._service.generate(job, self._context, ticket)

@@ -39,7 +39,7 @@ class Job:
     `request_id` is the id on the wire: the response's own, or by `part_id` where a response needs several jobs.
     `field_of` returns the request's field for a setting, for error messages. `enough` holds the sequences that ended
     here, for example by a stop string; the reader of the tokens fills it.
-    `num_encoder_prompt_tokens` are the tokens of a prompt for the encoder, which count as prompt, too.
+    `num_encoder_prompt_tokens` are those of a text or a window of sound for the encoder, which count as prompt, too.
     """
 
     request_id: str

@@ -54,6 +54,7 @@ def make_speech_model(folder: Path) -> Path:
     }
     config = {
         "architectures": ["WhisperForConditionalGeneration"],
+        "max_source_positions": 1500,
         "max_target_positions": 96,
         "vocab_size": tokenizer.get_vocab_size(),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 
+import msgspec
 import numpy as np
 import openai
 import pytest
@@ -208,6 +209,26 @@ async def test_a_chat_about_a_long_recording_is_one_choice_with_one_end_and_one_
         content, *rest = await ask(max_tokens=limit)
         assert whole.startswith(content)
         assert rest == ["length", limit, 1 + limit // (of_window + 1)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_chat_with_beams_tells_the_score_and_counts_what_was_heard_as_prompt(speech_rig, monkeypatch, stream):
+    decoder, scores = speech_rig.cluster.decoders[0], iter([-0.5, -1.5, -1.0])
+    own = decoder.messages
+
+    def scored(message):
+        *tokens, last = own(message)
+        return [*tokens, msgspec.structs.replace(last, score=next(scores))]
+
+    monkeypatch.setattr(decoder, "messages", scored)
+    fields = {"stream_options": {"include_usage": True}} if stream else {}
+    beams = {"language": "en", "use_beam_search": True, "best_of": 2}
+    answer = await speech_rig.chat([audio_part(speech(70))], extra_body=beams, stream=stream, **fields)
+    chunks = [chunk async for chunk in answer] if stream else [answer]
+    ends = [choice for chunk in chunks for choice in chunk.choices if choice.finish_reason]
+    assert [choice.score for choice in ends] == [-1.0]
+    prompts = [len(message.prompt_token_ids) for message in decoder.of(Generate)]
+    assert chunks[-1].usage.prompt_tokens == sum(prompts) + 3 * (1500 + 10), "the fake worker adds ten for an item"
 
 
 BAD_FORMS = (
