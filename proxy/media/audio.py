@@ -154,6 +154,8 @@ def _energies(recording: Recording, param: str) -> tuple[FloatArray, int]:
     total = 0
     for block in recording.blocks(0):
         mono = np.concatenate([rest, block.mean(axis=1)])
+        if not np.isfinite(mono).all():
+            raise TriptychError("bad_media", f"{param} has samples that are not finite numbers", param)
         total += len(block)
         _check_duration(total / recording.rate, param)
         whole = len(mono) // hop * hop

@@ -309,7 +309,15 @@ async def test_what_was_meant_or_is_to_be_done_is_told(speech_rig):
 
 
 async def test_what_is_no_recording_is_400(serve, whisper_model):
-    bad = ((b"", "empty"), (b"hello there", "no known format"), (b"RIFF\0\0\0\0WAVEfmt ", "cannot be decoded"))
+    samples, long = np.zeros(31 * 16000, np.float32), io.BytesIO()
+    samples[-1] = np.nan
+    soundfile.write(long, samples, 16000, format="WAV", subtype="FLOAT")  # the encoder sees what is cut from it, as PCM
+    bad = (
+        (b"", "empty"),
+        (b"hello there", "no known format"),
+        (b"RIFF\0\0\0\0WAVEfmt ", "cannot be decoded"),
+        (long.getvalue(), "not finite numbers"),
+    )
     async with serve(whisper_model.folder) as rig:
         for data, says in bad:
             with pytest.raises(openai.BadRequestError, match=says) as caught:
