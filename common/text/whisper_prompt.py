@@ -41,7 +41,13 @@ LANGUAGE_NAMES: Final[dict[str, str]] = {
     code: name for code, _, name in (entry.strip().partition(" ") for entry in _LANGUAGES.split(",")) if code
 }
 """Code -> English name, in lower case."""
-_LANGUAGE_CODES: Final = {name: code for code, name in LANGUAGE_NAMES.items()}
+_OTHER_NAMES: Final = """
+burmese my, castilian es, flemish nl, haitian ht, letzeburgesch lb, mandarin zh, moldavian ro, moldovan ro, panjabi pa,
+pushto ps, sinhalese si, valencian ca
+"""
+_LANGUAGE_CODES: Final = {name: code for code, name in LANGUAGE_NAMES.items()} | dict(
+    entry.split() for entry in _OTHER_NAMES.split(",")
+)
 
 
 def is_multilingual(info: ModelInfo) -> bool:

@@ -58,6 +58,7 @@ def test_subtitles_have_their_clocks():
 def test_languages_go_by_code_and_name():
     assert (language_name("de"), language_name("xx")) == ("german", "xx")
     assert (language_code("German"), language_code(" DE "), language_code("klingon")) == ("de", "de", "klingon")
+    assert (language_code("Mandarin"), language_code("castilian"), language_code("Haitian")) == ("zh", "es", "ht")
     assert len(set(LANGUAGE_NAMES.values())) == len(LANGUAGE_NAMES) == 100
 
 
