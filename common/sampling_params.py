@@ -74,8 +74,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     forced_eos_token_id   the token that a sequence which reaches `max_tokens` ends with
     num_forced_tokens     tokens at the end of the prompt that the checkpoint forces (a BOS): for the length of a beam
                           they count as generated, as they do in transformers
-    prefix_allowed[i]     the only token ids allowed as the i-th generated token: forced tokens are lists of one,
-                          Whisper's language detection is the list of its language tokens
+    prefix_allowed[i]     the token ids of which the likeliest is the i-th generated token: forced tokens are lists of
+                          one, Whisper's language detection is the list of its language tokens
     alignment             when the tokens of the prompt were spoken; needs prompt_logprobs
     adapter               the LoRA adapter that all tokens are computed with, prompt included; "" for none
     suppress_tokens never appear; `begin_suppress_tokens` do not appear as the first token after the prefix.

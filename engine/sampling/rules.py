@@ -166,12 +166,10 @@ def _forced_ids(sequence: Sequence) -> tuple[int, ...]:
 
 
 def _force(row: torch.Tensor, token_ids: ListOf[int]) -> None:
-    """Keep the scores of several allowed tokens; give a single token 0, at no cost to a beam."""
+    """Leave the likeliest of the allowed tokens, whatever the temperature, with a score of 0: at no cost to a beam."""
     [index] = send(row.device, np.array(token_ids, np.int64))
-    kept = row[index]
-    nothing_is_left = (kept.amax() == -torch.inf) | (len(token_ids) == 1)
-    row.fill_(-torch.inf)
-    row[index] = torch.where(nothing_is_left, 0.0, kept)
+    likeliest = index[row[index].argmax(dim=0, keepdim=True)]
+    row.fill_(-torch.inf).index_fill_(0, likeliest, 0.0)
 
 
 def _keep(row: torch.Tensor, token_ids: ListOf[int]) -> None:

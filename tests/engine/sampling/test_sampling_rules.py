@@ -150,15 +150,16 @@ def test_timestamps_begin_after_a_forced_prefix() -> None:
     assert allowed == list(range(FIRST_TIMESTAMP, FIRST_TIMESTAMP + 6))
 
 
-def test_one_forced_token_costs_a_beam_nothing_and_a_choice_of_several_keeps_its_scores() -> None:
+def test_a_forced_token_costs_a_beam_nothing_and_of_several_the_likeliest_is_forced() -> None:
+    """A language is detected at any temperature, not drawn."""
     scores = random_scores(2).log_softmax(dim=-1)
     prefix = ((20,), (30, 31))
     batch = [make_sequence(PROMPT, output, prefix_allowed=prefix, suppress_tokens=(20, 30)) for output in ([], [20])]
     ours = apply_ours(batch, scores)
-    forced_first = reference.ForcedBOSTokenLogitsProcessor(20)(torch.tensor([[1]]), scores[:1])
-    assert torch.equal(ours[:1], forced_first)
-    choice = reference.PrefixConstrainedLogitsProcessor(lambda *_: [30, 31], 1)
-    assert torch.equal(ours[1:], choice(torch.tensor([[1]]), scores[1:]))
+    likeliest = 30 + int(scores[1, 30:32].argmax())
+    for row, token in enumerate((20, likeliest)):
+        forced = reference.ForcedBOSTokenLogitsProcessor(token)(torch.tensor([[1]]), scores[row : row + 1])
+        assert torch.equal(ours[row : row + 1], forced)
 
 
 def test_penalties_count_the_output_and_not_the_prompt() -> None:
