@@ -133,7 +133,7 @@ def default_decoder_prompt(info: ModelInfo) -> list[int]:
 
     That is the forced one of generation_config.json (mBART's target language), else <BOS> for BART; T5 has none.
     """
-    forced = _rule(info, "forced_bos_token_id")
+    forced = (info.generation or info.text_config).get("forced_bos_token_id")
     if forced is None and info.family.prompt_bos:
         forced = info.text_config.get(info.family.prompt_bos)
     return [decoder_start_token_id(info)] + ([] if forced is None else [int(forced)])
@@ -156,17 +156,18 @@ def with_checkpoint_rules(info: ModelInfo, params: SamplingParams, parsed: Parse
     of full length, the longest repetition, the least length, and tokens that never appear. `transformers` applies them
     by default; it counts the prompt into `min_length`, and the forced tokens of a default prompt as generated."""
     rules: dict[str, Any] = {"num_forced_tokens": parsed.num_forced_tokens} if parsed.num_forced_tokens else {}
-    forced_eos, ngram_size = _rule(info, "forced_eos_token_id"), _rule(info, "no_repeat_ngram_size")
+    own = info.generation or info.text_config  # which has them in folders older than generation_config.json
+    forced_eos, ngram_size = own.get("forced_eos_token_id"), own.get("no_repeat_ngram_size")
     if forced_eos is not None and params.forced_eos_token_id is None:
         rules["forced_eos_token_id"] = int(forced_eos[0] if isinstance(forced_eos, list) else forced_eos)
     if ngram_size and not params.no_repeat_ngram_size:
         rules["no_repeat_ngram_size"] = int(ngram_size)
-    least, new = _rule(info, "min_length") or 0, _rule(info, "min_new_tokens")
+    least, new = own.get("min_length") or 0, own.get("min_new_tokens")
     least = least - len(parsed.prompt_token_ids) if new is None else new - parsed.num_forced_tokens
     if least > 0 and not params.min_tokens:
         rules["min_tokens"] = min(int(least), params.max_tokens)
     for name in ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids"):
-        given = () if getattr(params, name) else _rule(info, name) or ()
+        given = () if getattr(params, name) else own.get(name) or ()
         words = [one if isinstance(one, list) else [one] for one in given]
         known = range(info.vocab_size)
         possible = [word for word in words if word and all(isinstance(one, int) and one in known for one in word)]
@@ -296,11 +297,6 @@ def _token_ids(value: Any, param: str) -> list[int]:
         return [operator.index(token) for token in value]  # numpy's integers, too
     except TypeError as error:
         raise invalid(f"token ids are a list of integers: {error}", param) from error
-
-
-def _rule(info: ModelInfo, key: str) -> Any:
-    """Return a rule of generation, from config.json for folders older than generation_config.json."""
-    return (info.generation or info.text_config).get(key)
 
 
 def _bad_format(prompt: Any, param: str) -> TriptychError:

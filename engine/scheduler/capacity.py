@@ -168,8 +168,9 @@ class CacheLookup:
     def num_passed_tokens(self, request: Request) -> int:
         """Return how many tokens no sequence of a request is left to compute. Those without a table take theirs over
         where a sibling has one."""
-        tables = self._blocks.tables
-        has_begun = self.has_begun(request)
+        if len(request.sequences) == 1:
+            return request.sequences[0].num_computed_tokens
+        tables, has_begun = self._blocks.tables, self.has_begun(request)
         return min(
             self.num_shared_tokens(one) if has_begun and one.sequence_id not in tables else one.num_computed_tokens
             for one in request.sequences

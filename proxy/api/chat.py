@@ -143,7 +143,7 @@ class ChatAnswer:
                 "logprobs": None if body.num_logprobs is None else self.shapes.chat(choice.logprobs),
                 "finish_reason": self._finish(index, choice.finish_reason),
                 **body.token_ids_of(choice.token_ids),
-                **body.score_of(choice.score),
+                **({"score": choice.score} if body.use_beam_search else {}),
                 **self._prompts(index),
             }
             for index, choice in enumerate(choices)
@@ -177,8 +177,8 @@ class ChatAnswer:
             deltas = [{}]  # the text is held back, its tokens are not
         choices: list[dict[str, Any]] = [{"index": index, "delta": one, "finish_reason": None} for one in deltas]
         if delta.finish_reason is not None:
-            end = {"finish_reason": self._finish(index, delta.finish_reason), **body.score_of(delta.score)}
-            choices.append({"index": index, "delta": {}, **end})
+            choices.append({"index": index, "delta": {}, "finish_reason": self._finish(index, delta.finish_reason)})
+            choices[-1] |= {"score": delta.score} if body.use_beam_search else {}
         for number, choice in enumerate(choices):
             extra = rest if number == 0 else {"logprobs": None, **body.token_ids_of(())}
             prompts = self._prompts(index) if begins and number == 0 else {}

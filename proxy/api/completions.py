@@ -108,7 +108,7 @@ class _CompletionAnswer:
             "text": (self.echo if begins else "") + part.text,
             "logprobs": self.logprobs(index, part.logprobs),
             "finish_reason": part.finish_reason,
-            **self.body.score_of(part.score),
+            **({"score": part.score} if self.body.use_beam_search else {}),
             **(self.prompts if begins and index == 0 else {}),
         }
 

@@ -26,6 +26,7 @@ from proxy.api.sampling_fields import GenerationRequest, list_tag
 from proxy.api.structured import Constraint
 from proxy.api.tools import ToolCall, ToolFields
 from proxy.conversation.dialect import Dialect
+from proxy.conversation.forced import CallList, NamedCall
 from proxy.conversation.parts import Parser
 from proxy.server.errors import FIRST_ERROR, from_validation, unsupported
 from proxy.server.request_context import RequestContext
@@ -229,7 +230,14 @@ class ChatRequest(ToolFields, GenerationRequest):
 
     def call_parser(self, dialect: Dialect) -> Parser | None:
         """Return the parser of an answer's calls; None where no call can come: an answer of another form has none."""
-        return super().call_parser(dialect) if self.forces_call or self.constraint() is None else None
+        if not self.usable_tools:
+            return None
+        if self.forces_call:
+            return CallList() if self.forced_name is None else NamedCall(self.forced_name)
+        kind = dialect.call_parser
+        if kind is None or self.constraint() is not None:
+            return None
+        return kind(self.schemas, single=self.parallel_tool_calls is False)
 
     def template_variables(self) -> dict[str, Any]:
         """Return variables for the chat template. A constrained answer does not think: its form is that of the text."""

@@ -287,10 +287,6 @@ class GenerationRequest(StructuredFields, ABC):
         """Return `token_ids` of a choice, if requested."""
         return {"token_ids": list(token_ids)} if self.return_token_ids else {}
 
-    def score_of(self, score: float | None) -> dict[str, Any]:
-        """Return the `score` of a choice that is a beam."""
-        return {"score": score} if self.use_beam_search else {}
-
     @property
     def wants_usage_event(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)

@@ -14,8 +14,8 @@ from common.errors import invalid
 from common.sampling_params import Grammar
 from proxy.api.structured import MAX_GRAMMAR_CHARS, Constraint
 from proxy.conversation.dialect import Dialect
-from proxy.conversation.forced import CallList, NamedCall, call_grammar
-from proxy.conversation.parts import AnswerPart, Parser
+from proxy.conversation.forced import call_grammar
+from proxy.conversation.parts import AnswerPart
 from proxy.server.errors import FIRST_ERROR
 
 MAX_TOOLS: Final = 128
@@ -161,7 +161,7 @@ class ToolFields(BaseModel):
 
     @property
     def forces_call(self) -> bool:
-        return self.tool_choice == "required" or self.forced_name is not None
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedToolChoice)
 
     @property
     def usable_tools(self) -> list[Tool]:
@@ -185,15 +185,6 @@ class ToolFields(BaseModel):
         field = "tools" if index is None else f"tools[{index}].function.parameters"
         grammar: Grammar = call_grammar(self.schemas, name, single=self.parallel_tool_calls is False)
         return Constraint(field, grammar)
-
-    def call_parser(self, dialect: Dialect) -> Parser | None:
-        """Return the parser of an answer's calls; None where no call can come."""
-        if not self.usable_tools:
-            return None
-        if self.forces_call:
-            return CallList() if self.forced_name is None else NamedCall(self.forced_name)
-        kind = dialect.call_parser
-        return None if kind is None else kind(self.schemas, single=self.parallel_tool_calls is False)
 
 
 @dataclass

@@ -165,7 +165,9 @@ class TextStream:
         sequence.logprobs += batch.logprobs
         finish: Finish | None = "length" if batch.finish_reason == "length" else None
         finish = "stop" if batch.finish_reason in ("stop", "abort") else finish
-        text = sequence.detokenizer.push(self._visible(batch), final=finish is not None)
+        ids = batch.token_ids
+        shown = ids[:-1] if batch.finish_reason == "stop" and ids and ids[-1] in self._stops else ids
+        text = sequence.detokenizer.push(shown, final=finish is not None)
         if sequence.detokenizer.stopped:
             finish = "stop"
         if finish is not None:
@@ -189,11 +191,6 @@ class TextStream:
         first = self.sequences[0]
         ended = first.finish_reason == "stop" and not {*first.token_ids[-1:]} & {*self._eos_token_ids}
         return ended or first.detokenizer.stopped
-
-    def _visible(self, batch: Tokens) -> list[int]:
-        """The tokens of a batch without a final stop token."""
-        ids = batch.token_ids
-        return ids[:-1] if batch.finish_reason == "stop" and ids and ids[-1] in self._stops else ids
 
     def _observe_end(self) -> None:
         context, now_s = self._context, time.monotonic()
