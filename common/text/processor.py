@@ -220,7 +220,7 @@ class TextProcessor:
     def _as_taken(self, content: Any) -> Any:
         """Return the content of a message as the template takes it; a model of text alone gets the parts as one."""
         if isinstance(content, list) and self.info.media_kind is None:
-            content = "\n".join(part["text"] for part in content if part["type"] == "text")
+            content = text_of(content)
         return [{"type": "text", "text": content}] if self._takes_parts_only and isinstance(content, str) else content
 
     def _shows_plain_strings(self) -> bool:
@@ -337,6 +337,13 @@ class _GenerationBlock(Extension):
     def parse(self, parser: Parser) -> list[Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def text_of(content: Any) -> str:
+    """Return the text of a message's content, its parts joined by newlines."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content if part["type"] == "text")
 
 
 def _shows_video(message: Mapping[str, Any]) -> bool:

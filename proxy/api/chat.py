@@ -16,7 +16,7 @@ from common.errors import invalid
 from common.media.videos import prompt_text
 from common.messages import MediaKind
 from common.text import whisper_prompt
-from common.text.processor import TextProcessor
+from common.text.processor import TextProcessor, text_of
 from common.text.prompts import ParsedPrompt, with_checkpoint_rules
 from proxy.api.logprobs import LogprobShapes
 from proxy.api.openai_types import ChatRequest, Message, TextPart, parse
@@ -24,7 +24,7 @@ from proxy.api.prompts import job_of_pair, processed_prompts, sampling_within
 from proxy.api.speech import Speech, SpeechOptions
 from proxy.api.tools import CallDeltas, joined_text
 from proxy.conversation.answer import AnswerParser
-from proxy.conversation.dialect import Dialect, explained, text_of
+from proxy.conversation.dialect import Dialect, explained
 from proxy.conversation.parts import AnswerPart
 from proxy.conversation.thinking import BEGIN, END, ThinkParser
 from proxy.dispatch.jobs import Job, MediaItem, make_slots

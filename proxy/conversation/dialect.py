@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Final
 
+from common.text.processor import text_of
 from proxy.conversation.calls import CALL_PARSERS, CallParser
 
 _SIGNS: Final = (
@@ -99,10 +100,3 @@ def _result(content: Any) -> list[dict[str, Any]]:
     """Return a result as text, and its media behind."""
     media = [] if isinstance(content, str) else [part for part in content if part["type"] != "text"]
     return [{"type": "text", "text": f"<tool_response>{text_of(content)}</tool_response>"}, *media]
-
-
-def text_of(content: Any) -> str:
-    """Return the text of a message's content, its parts joined by newlines."""
-    if isinstance(content, str):
-        return content
-    return "\n".join(part["text"] for part in content if part["type"] == "text")
