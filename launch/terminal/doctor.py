@@ -189,11 +189,14 @@ def check_compilers(settings: Settings) -> Iterator[Finding]:
 
 def check_network(settings: Settings) -> Iterator[Finding]:
     """The API's port, and the broker: the given one answers, or an own one starts."""
+    from services.process.addresses import resolve_host
+
     try:
-        reserve_port(settings.host, settings.port)
+        reserve_port(resolve_host(settings.host), settings.port)
         yield Finding("port", "ok", f"{settings.host}:{settings.port} is free")
     except TriptychError as error:
-        remedy = "end the other process (a cluster of yours? triptych status), or choose another --port"
+        taken = "end the other process (a cluster of yours? triptych status), or choose another --port"
+        remedy = "correct --host" if error.info.param == "host" else taken
         yield Finding("port", "warn", error.info.message.partition(";")[0], remedy)
     try:
         yield Finding("broker", "ok", asyncio.run(_ping(settings.broker)) if settings.broker else _start_broker())

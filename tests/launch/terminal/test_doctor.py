@@ -78,6 +78,14 @@ def test_a_taken_port_is_a_warning_and_a_silent_broker_a_fault() -> None:
     assert "secret" not in found(findings, "broker").found
 
 
+def test_a_host_by_its_name_is_tried_and_an_unknown_one_named() -> None:
+    free = found(list(check_network(Settings(host="localhost", port=0))), "port")
+    unknown = found(list(check_network(Settings(host="no-such-host.invalid"))), "port")
+    assert (free.state, unknown.state) == ("ok", "warn")
+    assert "cannot listen on host 'no-such-host.invalid'" in unknown.found
+    assert unknown.remedy == "correct --host"
+
+
 def test_a_model_of_the_hub_is_not_downloaded() -> None:
     (finding,) = check_model(settings(model="nobody/no-such-model"))
     assert finding.state == "warn"
