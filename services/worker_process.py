@@ -73,10 +73,9 @@ class WorkerProcess:
         """
         if settings.broker is None:
             raise TriptychError("invalid_request", "a worker needs a broker: give --broker redis://host:port", "broker")
-        self._settings = settings
         self._info = info
         self._on_loaded = on_loaded
-        self._host = resolve_host(settings.host)
+        host = resolve_host(settings.host)
         metrics = WorkerMetrics()
         hops = HandoffTrace(metrics.hop_seconds)
         app = make_app(
@@ -88,12 +87,12 @@ class WorkerProcess:
             switch=self.switch,
         )
         protect(app, worker_guard(settings))
-        self._http = HttpServer(app, self._host, settings)  # first: a taken port leaves nothing open
+        self._http = HttpServer(app, host, settings)  # first: a taken port leaves nothing open
         self._redis, self._reading = connect(settings.broker), connect(settings.broker, retries=0)
         registry = Registry(self._redis, settings.cluster)
         key = ClusterKey.of(settings)
-        warn_of_open_host(self._host, has_key=key is not None)
-        warn_of_few_descriptors(self._host)
+        warn_of_open_host(host, has_key=key is not None)
+        warn_of_few_descriptors(host)
         self._zmq_context = ClusterContext(key)
         self._proxies = RequestOwners()
         self._drain = DrainState(lambda: len(self._proxies), settings.request_timeout_s)
@@ -106,13 +105,13 @@ class WorkerProcess:
         """Set by a signal or by the caller of `run`, to end the worker."""
         self.instance_id = instance_id = settings.instance_id or f"worker-{uuid.uuid4().hex[:8]}"
         epoch = time.time_ns()
-        self._server = WorkerServer(self._zmq_context, self._host, life_id(instance_id, epoch))
+        self._server = WorkerServer(self._zmq_context, host, life_id(instance_id, epoch))
         self._context = WorkerContext(
             settings=settings,
             info=info,
             instance_id=instance_id,
             epoch=epoch,
-            host=self._host,
+            host=host,
             dtype=dtype,
             zmq_context=self._zmq_context,
             redis=self._redis,
