@@ -79,6 +79,20 @@ def test_steps_with_prompts_keep_to_the_objective_and_use_it(
     assert seconds + tile_of(rows + limit) * device.token_s >= 0.9 * objective_s
 
 
+def test_the_cost_of_a_step_is_learned_by_context_and_by_rows() -> None:
+    """Tokens far into a prompt cost three times as much here, and 64 rows eight times as much as four."""
+    pace, near, far, many = PrefillPace(OBJECTIVE_S), Device(), Device(token_s=0.0006), Device(fixed_s=0.0)
+    near.run(pace, 0, 512)
+    near.run(pace, 4, 0)
+    many.run(pace, 64, 0)
+    for _ in range(60):
+        for device, context in ((near, 0), (far, 4000)):
+            device.run(pace, 4, pace.limit(4, context, 0) or 0, context)
+    for device, rows, context in ((near, 4, 0), (far, 4, 4000), (many, 64, 0)):
+        seconds = device.step_s(rows, pace.limit(rows, context, 0) or 0)
+        assert seconds == pytest.approx(OBJECTIVE_S, rel=0.1), (rows, context)
+
+
 def test_a_machine_that_becomes_slower_is_noticed_though_every_step_has_prompts() -> None:
     """Else prompts would get too much for ever."""
     pace, device = learned()
