@@ -287,9 +287,9 @@ async def _generate(
     service: Service, context: RequestContext, tickets: RequestTickets, body: ChatRequest, media: list[MediaItem]
 ) -> tuple[TextStream, bool | None]:
     """Return the text of an answer, and `opened` as in ChatAnswer."""
-    for name in ("language", "decoder_prompt"):
+    for name, kind in (("language", "speech"), ("decoder_prompt", "encoder-decoder")):
         if getattr(body, name) is not None and not (name == "decoder_prompt" and service.info.is_encoder_decoder):
-            raise invalid(f"{name} is for speech models, {service.model_name} is none", name)
+            raise invalid(f"{name} is for {kind} models, {service.model_name} is none", name)
     prompt, opened = await asyncio.to_thread(make_prompt, service.text, service.dialect, body)
     wanted = body.max_completion_tokens or body.max_tokens
     sampling = partial(sampling_within, service, body, wanted, "messages")
