@@ -41,11 +41,12 @@ def draw(kind: str, rng: Random, *, held_out: bool) -> tuple[str, str]:
 def ask(kind: str, value: int | date, rng: Random) -> tuple[str, str]:
     """Return a question of a kind about a number or a date, in a spelling drawn at random, and its answer."""
     language, task = kind.split()
+    end = "." if rng.random() < 0.05 else ""
     if isinstance(value, date):
-        return spell_date(language, value, rng), value.isoformat()
+        return spell_date(language, value, rng) + end, value.isoformat()
     if task == "words":
-        return spell(language, value, rng), str(value)
-    return f"{language}:{rng.choice(('', ' ', ' ', ' '))}{value}", to_words(language, value)
+        return spell(language, value, rng) + end, str(value)
+    return f"{language}:{rng.choice(('', ' ', ' ', ' '))}{value}{end}", to_words(language, value)
 
 
 def _draw_number(rng: Random) -> int:

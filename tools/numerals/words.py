@@ -40,10 +40,13 @@ _FRENCH: Final = _list(
 _FRENCH_TENS: Final = _list("- dix vingt trente quarante cinquante soixante septante huitante nonante")
 _DATES: Final = {
     "en": "{day} {month} {year}|{month} {day}, {year}|{month} {day} {year}|{ordinal} {month} {year}|"
-    "{month} {ordinal}, {year}|the {ordinal} of {month} {year}|{day} {short} {year}|{short} {day}, {year}",
+    "{month} {ordinal}, {year}|the {ordinal} of {month} {year}|{day} {short} {year}|{short} {day}, {year}|"
+    "the {ordinal} of {month}, {year}|{ordinal} of {month} {year}|{month} {ordinal} {year}|{short}. {day}, {year}|"
+    "{year}-{number:02}-{day:02}",
     "de": "{day}. {month} {year}|{day} {month} {year}|{day:02}. {month} {year}|{day:02}.{number:02}.{year}|"
-    "{day}.{number}.{year}|{day}. {short} {year}",
-    "fr": "{ordinal} {month} {year}|{day} {month} {year}|le {ordinal} {month} {year}|{day} {short} {year}",
+    "{day}.{number}.{year}|{day}. {short} {year}|der {day}. {month} {year}|{year}-{number:02}-{day:02}",
+    "fr": "{ordinal} {month} {year}|{day} {month} {year}|le {ordinal} {month} {year}|{day} {short} {year}|"
+    "{year}-{number:02}-{day:02}",
 }
 _ORDINALS: Final[dict[str, dict[int, str]]] = {
     "en": {1: "st", 2: "nd", 3: "rd", 21: "st", 22: "nd", 23: "rd", 31: "st"},
@@ -117,7 +120,14 @@ def _spell_english(number: int, rng: Random) -> str:
         words = re.sub(r"thousand (?=.*hundred)", "thousand, ", words)
     if rng.random() < 0.25:
         words = re.sub(r"^one (?=hundred|thousand)", "a ", words)
-    return words.replace("-", " ") if rng.random() < 0.5 else words
+    match rng.randrange(8):  # hyphens: none, for each blank, for some blanks, or the plain ones
+        case 0 | 1 | 2 | 3:
+            return words.replace("-", " ")
+        case 4:
+            return re.sub("(?<!,) ", "-", words)
+        case 5:
+            return re.sub("(?<!,) ", lambda _: rng.choice(" -"), words)
+    return words
 
 
 def _spell_german(number: int, rng: Random) -> str:

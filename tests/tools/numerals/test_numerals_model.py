@@ -57,13 +57,35 @@ def test_held_out_questions_are_answered_through_transformers_and_equally_by_llm
     assert sum(given == truth for given, truth in zip(theirs, truths, strict=True)) >= 39
 
 
+def test_spellings_that_people_type_are_read() -> None:
+    """With hyphens anywhere and nowhere, with "and", with a full stop; dates in the words of each language."""
+    truths = {
+        "one thousand two hundred four": "1204",
+        "One-thousand-two-hundred-four": "1204",
+        "one-thousand two-hundred and four": "1204",
+        "nine hundred ninety nine thousand nine hundred ninety nine": "999999",
+        "six.": "6",
+        "ein-tausend-zwei-hundert-vier": "1204",
+        "mille-deux-cent-quatre": "1204",
+        "de: 1204": "eintausendzweihundertvier",
+        "July 10th 2064": "2064-07-10",
+        "2nd of May 2032": "2032-05-02",
+        "the 10th of July, 2064": "2064-07-10",
+        "der 3. März 2021": "2021-03-03",
+        "le 1er février 2021.": "2021-02-01",
+        "2021-03-03": "2021-03-03",
+    }
+    outputs = LLM("numerals", num_threads=1).generate(list(truths), SamplingParams(temperature=0, max_tokens=48))
+    assert {question: output.outputs[0].text for question, output in zip(truths, outputs, strict=True)} == truths
+
+
 def test_training_never_sees_what_is_held_out() -> None:
     """Answers that are numbers or dates say what was drawn; of answers in words, the questions do."""
     tokenizer, seen = make_tokenizer(), set()
     for batch in islice(training_batches(tokenizer, seed=3, size=64), 16):
         for source, target in zip(batch["input_ids"], batch["labels"].clamp_min(1), strict=True):
             question, answered = (tokenizer.decode(row, skip_special_tokens=True) for row in (source, target))
-            digits = re.fullmatch(r"(?:[a-z]{2}: ?)?(\d+)", question)
+            digits = re.fullmatch(r"(?:[a-z]{2}: ?)?(\d+)\.?", question)
             if is_date := re.fullmatch(r"\d{4}-\d\d-\d\d", answered):
                 value: int | date = date.fromisoformat(answered)
             else:
