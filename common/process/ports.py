@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import socket
@@ -25,8 +26,10 @@ def reserve_port(host: str, port: int, option: str = "--port") -> int:
         return _bound(host, port) if port else free_port(host)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-        message = f"cannot listen on {host}:{port}: {reason.lower()}; choose another {option}, or 0 for a free one"
-        raise invalid(message, "port") from error
+        is_foreign = error.errno == errno.EADDRNOTAVAIL
+        remedy = "give an address of this machine" if is_foreign else f"choose another {option}, or 0 for a free one"
+        message = f"cannot listen on {host}:{port}: {reason.lower()}; {remedy}"
+        raise invalid(message, "host" if is_foreign else "port") from error
 
 
 def free_port(host: str) -> int:

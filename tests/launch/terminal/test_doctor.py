@@ -83,7 +83,9 @@ def test_a_host_by_its_name_is_tried_and_an_unknown_one_named() -> None:
     unknown = found(list(check_network(Settings(host="no-such-host.invalid"))), "port")
     assert (free.state, unknown.state) == ("ok", "warn")
     assert "cannot listen on host 'no-such-host.invalid'" in unknown.found
-    assert unknown.remedy == "correct --host"
+    foreign = found(list(check_network(Settings(host="192.0.2.1"))), "port")
+    assert "cannot listen on 192.0.2.1:8000: cannot assign requested address" in foreign.found
+    assert (unknown.remedy, foreign.remedy) == ("correct --host", "correct --host")
 
 
 def test_a_model_of_the_hub_is_not_downloaded() -> None:
