@@ -319,7 +319,7 @@ class Settings(BaseSettings):
     log_format: Literal["text", "json"] = _setting("text", "Format of the log.", "Logs")
     engine: EngineConfig = EngineConfig()
 
-    @field_validator("instance_id", "served_model_name")
+    @field_validator("instance_id", "served_model_name", "topology")
     @classmethod
     def _none_if_empty(cls, given: Any) -> Any:
         """Read an empty variable as none: Compose passes on unset variables as empty."""
