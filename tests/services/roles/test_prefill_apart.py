@@ -119,7 +119,7 @@ async def _token_bytes(broker_url: str, redis: Redis, context: zmq.asyncio.Conte
     """Bytes of the keys and values of one token."""
     async with in_process(broker_url, redis, context, PrefillService) as worker:
         stats = await worker.role.thread.call(lambda engine: engine.stats(), 5.0)
-        return float(stats["kv_block_bytes"] / worker.shell._settings.engine.block_size)
+        return float(stats["kv_block_bytes"] / worker.shell._context.settings.engine.block_size)
 
 
 async def test_aborts_at_any_stage_leave_nothing_on_either_side(workers: Apart) -> None:
