@@ -123,7 +123,8 @@ else
     own_engine=1
     engine_start
 fi
-echo "tools/compose $(LC_ALL=C && cat "$here"/*.* | sha256sum | cut -c -16)" # the transcript in the docs is of these files
+digest=$(LC_ALL=C && cat "$here"/*.* Dockerfile docker-compose.yml docker-compose.stack.yml | sha256sum | cut -c -16)
+echo "test and images of $digest" # the transcript in the docs is of these files
 docker info --format 'Docker {{.ServerVersion}}, storage {{.Driver}}, {{.OperatingSystem}}'
 find_compose
 compose version --short

@@ -296,8 +296,9 @@ def test_documented_drain_needs_no_cluster_key() -> None:
     assert all(service(name)["command"][-2:] == ["--port", "8000"] for name in WORKERS)
 
 
-def test_transcript_in_the_documentation_is_of_the_present_test() -> None:
+def test_transcript_in_the_documentation_is_of_the_present_test_and_images() -> None:
     files = sorted((ROOT / "tools" / "compose").glob("*.*"))
+    files += [ROOT / name for name in ("Dockerfile", "docker-compose.yml", "docker-compose.stack.yml")]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
     page = (ROOT / "docs" / "deploy" / "compose.md").read_text()
-    assert f"\ntools/compose {digest[:16]}\n" in page, "run `make compose-test`, and put its output into compose.md"
+    assert f"\ntest and images of {digest[:16]}\n" in page, "put the output of `make compose-test` into compose.md"
