@@ -57,13 +57,13 @@ def positions_of(step: ScheduledStep, inputs: StepInputs, *, uses_mrope: bool) -
     token."""
     if not uses_mrope:
         return inputs.positions
-    offsets = [sequence.request.mrope_end - len(sequence.request.prompt) for sequence in step.sequences]
-    np.add(inputs.positions, np.repeat(offsets, step.num_tokens), out=inputs.axes)
     for sequence, start, count in zip(step.sequences, inputs.query_start_loc.tolist(), step.num_tokens, strict=False):
-        first, grid = sequence.num_computed_tokens, sequence.request.mrope_positions
-        if first < grid.shape[1]:
-            known = grid[:, first : first + count]
-            inputs.axes[:, start : start + known.shape[1]] = known
+        request, first = sequence.request, sequence.num_computed_tokens
+        axes = inputs.axes[:, start : start + count]
+        np.add(inputs.positions[start : start + count], request.mrope_end - len(request.prompt), out=axes[0])
+        axes[1:] = axes[0]
+        known = request.mrope_positions[:, first : first + count]
+        axes[:, : known.shape[1]] = known
     return inputs.axes
 
 

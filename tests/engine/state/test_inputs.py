@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from common.model_info import ModelInfo
 from engine.attention.visible import causal_keys
-from engine.state.inputs import InputBuffers, StepInputs
+from engine.runner.step import positions_of
+from engine.state.inputs import InputBuffers, ScheduledStep, StepInputs
 from engine.state.request import Sequence
 from tests.engine.driving import Driver, Job, greedy, make_engine, text_tokens
 
@@ -100,6 +101,14 @@ def test_step_2_chunked_prefill_beside_decodes(buffers: InputBuffers) -> None:
     assert_hides(inputs, [[False] * seen + [True] * (8 - seen) for seen in (4, 3, 6, 7, 8)])
 
 
+def test_slot_of_a_token_is_block_number_times_block_size_plus_offset() -> None:
+    """The document on attention: blocks of 4, and position 6 in the second block of a request, which is block 7."""
+    buffers = make_buffers(max_num_seqs=1, max_model_len=8, block_size=4, max_tokens=1)
+    buffers.update(acquire_slot(buffers), [10, 11, 12, 13, 14, 15, 16], [3, 7], 6)
+    inputs = buffers.prepare([0], [1])
+    expect(inputs, positions=[6], block_numbers=[7], block_offsets=[2], slot_mapping=[30])
+
+
 def test_decodes_have_no_mask_for_they_see_all_their_keys(buffers: InputBuffers) -> None:
     inputs = buffers.prepare([0, 1, 2], [1, 1, 1])
     assert inputs.attention_mask is None
@@ -108,6 +117,15 @@ def test_decodes_have_no_mask_for_they_see_all_their_keys(buffers: InputBuffers)
 
 def places(arrays: list[Any]) -> list[tuple[int, int]]:
     return [(array.ctypes.data, array.ctypes.data + array.nbytes) for array in arrays]
+
+
+def most_bytes(work: Callable[[], Any]) -> int:
+    """Return the memory that `work` takes at most; 0 where nothing is traced."""
+    if tracemalloc.is_tracing():
+        tracemalloc.reset_peak()
+    before, _ = tracemalloc.get_traced_memory()
+    work()
+    return tracemalloc.get_traced_memory()[1] - before
 
 
 @pytest.mark.parametrize(("count", "length"), [(32, 256), (1024, 8)], ids=["tokens", "requests"])
@@ -119,14 +137,6 @@ def test_a_step_allocates_no_array(count: int, length: int) -> None:
     started = [array for array in vars(buffers).values() if isinstance(array, np.ndarray)]
     start = places([*started, *(flat for _, flat in memory._hosts)])
     tokens, blocks = [[7] * length] * count, [list(range(length // 2))] * count
-
-    def most_bytes(work: Callable[[], Any]) -> int:
-        """Return the memory that `work` takes at most; 0 where nothing is traced."""
-        if tracemalloc.is_tracing():
-            tracemalloc.reset_peak()
-        before, _ = tracemalloc.get_traced_memory()
-        work()
-        return tracemalloc.get_traced_memory()[1] - before
 
     def step(computed: int, num_tokens: int) -> None:
         scheduled, before = [num_tokens] * count, [computed] * count
@@ -148,6 +158,30 @@ def test_a_step_allocates_no_array(count: int, length: int) -> None:
             step(computed, num_tokens)
     finally:
         tracemalloc.stop()
+
+
+def test_positions_with_three_axes_allocate_no_array() -> None:
+    """A prompt of an image of 32 x 32 with its text behind it, beside one without images that decodes."""
+    grid = np.stack((np.zeros(1024, np.int64), *np.divmod(np.arange(1024), 32)))
+    image = SimpleNamespace(mrope_positions=grid, mrope_end=32 + 1024, prompt=[7] * 2048)
+    text = SimpleNamespace(mrope_positions=np.zeros((3, 0), np.int64), mrope_end=5, prompt=[7] * 5)
+    requests = [
+        SimpleNamespace(request=text, num_computed_tokens=9),
+        SimpleNamespace(request=image, num_computed_tokens=0),
+    ]
+    step = ScheduledStep(cast(list[Sequence], requests), [1, 2048], [])
+    buffers = make_buffers(2, 2048, 16, max_tokens=2049)
+    slots = [acquire_slot(buffers) for _ in requests]
+    buffers.update_all(slots, [[7] * 10, [7] * 2048], [[1], list(range(2, 130))], [9, 0])
+    inputs = buffers.prepare(slots, step.num_tokens)
+    expected = np.concatenate(([[9]] * 3, grid, [range(32, 32 + 1024)] * 3), axis=1)
+    tracemalloc.start()
+    try:
+        taken = min(most_bytes(lambda: positions_of(step, inputs, uses_mrope=True)) for _ in range(3))
+    finally:
+        tracemalloc.stop()
+    assert taken < 4096, "a quarter of an array of 2,049 tokens"
+    assert (positions_of(step, inputs, uses_mrope=True) == expected).all()
 
 
 @pytest.mark.parametrize("family", ["tiny_llama", "tiny_vision"])
