@@ -103,11 +103,13 @@ async def _encoder_decoder_job(
     service: Service, body: CompletionRequest, request_id: str, prompt: Prompt, decoder_prompt: Prompt | None
 ) -> Job:
     own = "prompt" if body.encoder_prompt is None else "encoder_prompt"
-    if isinstance(prompt, str) and body.add_special_tokens is False:
-        prompt = await asyncio.to_thread(service.text.encode_prompt, prompt, own, add_special_tokens=False)
-    return await job_of_pair(
-        service, body, request_id, (prompt, decoder_prompt), partial(_sampling, service, body), own
-    )
+    if body.add_special_tokens is False:
+        encode = partial(asyncio.to_thread, service.text.encode_prompt, add_special_tokens=False)
+        prompt = await encode(prompt, own) if isinstance(prompt, str) else prompt
+        if isinstance(decoder_prompt, str):
+            decoder_prompt = await encode(decoder_prompt, "decoder_prompt")
+    prompts = prompt, decoder_prompt
+    return await job_of_pair(service, body, request_id, prompts, partial(_sampling, service, body), own)
 
 
 async def job_of_pair(

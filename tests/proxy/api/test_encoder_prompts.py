@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from itertools import pairwise
 
 import openai
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from common.messages import Encode, Generate
 from common.text.prompts import decode_tokens
@@ -40,6 +43,20 @@ async def test_prompts_of_both_halves_are_text_or_token_ids(serve, translation_m
             assert generate.prompt_token_ids == expected
         generate, _, _ = await _generated(rig, **{name: "x", "decoder_prompt": "red"})
         assert generate.prompt_token_ids == [2, *rig.cluster.text.encode("red")]
+
+
+async def test_without_special_tokens_a_text_of_either_half_is_its_tokens_alone(serve, translation_model, tmp_path):
+    folder = shutil.copytree(translation_model.folder, tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = TemplateProcessing(single="$A <end>", special_tokens=[("<end>", 9)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    async with serve(folder) as rig:
+        [sign, red] = [rig.cluster.text.encode(text, add_special_tokens=False) for text in ("the sign", "red")]
+        fields = {"prompt": "the sign", "decoder_prompt": "red", "add_special_tokens": False, "echo": True}
+        generate, encode, answer = await _generated(rig, **fields)
+        assert decode_tokens(encode.media) == sign != rig.cluster.text.encode("the sign")
+        assert generate.prompt_token_ids == [2, *red] != [2, *rig.cluster.text.encode("red")]
+        assert answer["choices"][0]["text"] == "reda red sign"
 
 
 async def test_the_checkpoints_rules_of_generation_hold_unless_told_otherwise(serve, translation_model):
