@@ -1,7 +1,9 @@
 """The decoder's scheduler: chooses the tokens of the next step.
 
 Requests that want their next token first, then prompts: those of running requests, then of waiting ones, by priority
-and arrival, under one token budget and within the pace (see pace). A sequence wants the tokens between
+and arrival, under one token budget and within the pace (see pace). Beside prompts of text, prompts with inputs get what
+those leave, and a quarter at least: an image's encoder takes longer than a prompt, so its client waits little longer,
+and text need not wait for images. A sequence wants the tokens between
 `num_computed_tokens` and what can be computed now, in chunks (Sarathi-Serve, Agrawal et al., 2024). A prompt stops at
 its first missing input and goes on when that has come.
 When blocks run out, the request that comes last gives up its own: they move to the host (swap), or are computed
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from typing import Final
 
 from common.config import PreemptionPolicy
 from engine.cache.block_manager import BlockManager
@@ -19,6 +22,9 @@ from engine.scheduler.capacity import CacheLookup, Capacity
 from engine.scheduler.pace import PrefillPace
 from engine.state.inputs import InputBuffers, ScheduledStep
 from engine.state.request import InputState, Request, Sequence
+
+INPUTS_SHARE: Final = 0.25
+"""Part of the pace that a prompt with inputs gets in a step, beside however many prompts of text."""
 
 
 class Chosen:
@@ -79,7 +85,7 @@ class DecoderScheduler:
         self.held_back = False
         self._first: Request | None = None  # for whom others have just given their blocks
         self._changed: list[Request] = []
-        self._num_ready: int | None = None  # prompt tokens, counted once in a step
+        self._ready: list[tuple[Request, int]] | None = None  # prompt tokens that could be computed in this step
         holders = self.running, self.reserved
         self.capacity = Capacity(blocks, cache_lookup, *holders, max_num_seqs, max_model_len, max_loras)
         self.counters = {"preemptions": 0, "preemptions_by_swap": 0, "inputs_covered": 0}
@@ -142,7 +148,7 @@ class DecoderScheduler:
     def schedule(self) -> ScheduledStep:
         """Return the next step, with blocks allocated; empty if no request can run."""
         chosen = Chosen()
-        self._num_ready = None
+        self._ready = None
         preemptions = self.counters["preemptions"]
         for request in sorted(self.running, key=lambda request: (request.is_prefilling, request.order)):
             if self.held_back:
@@ -159,16 +165,23 @@ class DecoderScheduler:
         left, num_decodes = self.token_budget - chosen.num_tokens, chosen.num_decodes
         if self.pace is None or not num_decodes or request.prefill_only or not request.is_prefilling:
             return left
-        if self._num_ready is None:
-            self._num_ready = self._count_ready_tokens()
-        limit = self.pace.limit(num_decodes, request.sequences[0].num_computed_tokens, self._num_ready)
-        return left if limit is None else min(left, limit - (chosen.num_tokens - num_decodes))
+        if self._ready is None:
+            self._ready = self._find_ready()
+        num_ready = sum(count for _, count in self._ready)
+        limit = self.pace.limit(num_decodes, request.sequences[0].num_computed_tokens, num_ready)
+        if limit is None:
+            return left
+        left = min(left, limit - (chosen.num_tokens - num_decodes))
+        if not request.inputs:
+            return left
+        text = sum(count for one, count in self._ready if not one.inputs and one.priority <= request.priority)
+        return min(left, max(limit - text, int(INPUTS_SHARE * limit)))
 
-    def _count_ready_tokens(self) -> int:
-        """Return the prompt tokens that could be computed now, of running requests and the first waiting ones."""
-        begun = sum(request.num_remaining(request.sequences[0]) for request in self.running if request.is_prefilling)
+    def _find_ready(self) -> list[tuple[Request, int]]:
+        """Return requests, running and first waiting ones, with the prompt tokens that could be computed now."""
+        begun = [(one, one.num_remaining(one.sequences[0])) for one in self.running if one.is_prefilling]
         waiting = itertools.islice(self.waiting, 32)
-        return begun + sum(self._first_chunk(request, len(request.sequences[0].token_ids)) for request in waiting)
+        return begun + [(one, self._first_chunk(one, len(one.sequences[0].token_ids))) for one in waiting]
 
     # --- running requests
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -263,6 +264,35 @@ def test_sequences_count_against_the_limit_before_they_exist(tiny_llama: ModelIn
     assert most <= 5
     assert first_tokens(driver) == ["a", "b", "c"]
     assert driver.engine.stats()["preemptions_total"] == 0
+
+
+@pytest.mark.parametrize(
+    ("text_length", "priority", "expected"),
+    [(40, 0, (4, 12)), (10, 0, (6, 10)), (40, 1, (16, 0)), (0, 0, (16, 0))],
+    ids=["text beside", "a little text beside", "less urgent text beside", "alone"],
+)
+def test_prompts_of_text_need_not_wait_for_an_image_that_came_before(
+    tiny_vision: ModelInfo, text_length: int, priority: int, expected: tuple[int, int]
+) -> None:
+    """Of the 16 tokens of the pace the image gets what text of its urgency leaves, and a quarter at least."""
+    engine = make_engine(tiny_vision)
+    image = Job("image", [tiny_vision.placeholder_token_id or 0, 9], greedy(4), [("picture", 40)])
+    texts = [text("text", text_length, greedy(4), priority=priority)] if text_length else []
+    alone = run(make_engine(tiny_vision), [image, *texts], watch=False).tokens
+    driver = Driver(engine)
+    driver.add(text("decodes", 4, greedy(30)))
+    driver.add(image, offer=False)
+    driver.step_to_token(1, "decodes")
+    engine.scheduler.pace = cast(Any, SimpleNamespace(observe=lambda *_: None, limit=lambda *_: 16, last_limit=16))
+    driver.offer("image", 0)
+    driver.step_while(lambda: driver.num_sent == 0)
+    for job in texts:
+        driver.add(job)
+    driver.step()
+    computed = {one.request_id: one.sequences[0].num_computed_tokens for one in engine.scheduler.running}
+    assert (computed["image"], computed.get("text", 0)) == expected
+    driver.finish()
+    assert {key: driver.tokens[key] for key in alone} == alone
 
 
 def test_a_prompt_runs_up_to_its_first_missing_picture_and_others_pass(tiny_vision: ModelInfo) -> None:
