@@ -78,11 +78,11 @@ def make_router(service: Service) -> APIRouter:
             raise TriptychError("not_found", f"no timeline of {request_id!r}: unknown or too old", "request_id")
         return timeline
 
-    @router.get("/health")
+    @router.api_route("/health", methods=["GET", "HEAD"])
     async def _health(request: Request) -> Response:
         return _verdict(service.failure(), with_details=has_key(request))
 
-    @router.get("/ready")
+    @router.api_route("/ready", methods=["GET", "HEAD"])
     async def _ready(request: Request) -> Response:
         return _verdict(service.not_ready(), with_details=has_key(request))
 
@@ -103,7 +103,7 @@ def _add_others(router: APIRouter, service: Service) -> None:
     async def _realtime(websocket: WebSocket) -> None:
         await realtime(service, websocket)
 
-    @router.api_route("/ping", methods=["GET", "POST"])
+    @router.api_route("/ping", methods=["GET", "HEAD", "POST"])
     async def _ping() -> Response:
         return _verdict(service.failure(), with_details=False)
 

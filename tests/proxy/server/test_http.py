@@ -32,6 +32,14 @@ async def test_models_health_and_readiness(serve):
         assert len(caught.value.message) < 1000, "it is not sent back whole"
 
 
+async def test_probes_may_ask_with_head(serve):
+    async with serve(encoders=0, decoders=0) as rig:
+        for path, status in (("/health", 200), ("/ready", 503), ("/ping", 200)):
+            asked, probed = await rig.http.get(path), await rig.http.head(path)
+            assert (asked.status_code, probed.status_code, probed.content) == (status, status, b"")
+            assert probed.headers["content-type"] == asked.headers["content-type"]
+
+
 @pytest.mark.parametrize("reachable", [True, False])
 async def test_a_gauge_tells_whether_the_broker_answers(serve, monkeypatch, reachable):
     async with serve(encoders=0, decoders=0) as rig:
