@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TextIO, cast
 
 import structlog
@@ -40,17 +41,16 @@ def setup_logging(level: str, fmt: str, instance: str) -> None:
     )
     structlog.configure(
         processors=[
-            structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="%Y-%m-%dT%H:%M:%S.%f%z", utc=False),
             structlog.processors.format_exc_info,
             renderer,
         ],
+        context_class=cast(Any, partial(dict, instance=instance)),  # not contextvars: threads have none of them
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
         logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Unfailing(sys.stderr))),
         cache_logger_on_first_use=True,  # a call below the level then costs a third
     )
-    structlog.contextvars.bind_contextvars(instance=instance)
 
 
 def get_logger() -> Any:

@@ -1,7 +1,8 @@
-"""Logs that cannot be written are lost, and nothing else is."""
+"""Logs that cannot be written are lost, and nothing else is; each line says whose it is."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -30,3 +31,19 @@ def test_a_process_goes_on_where_its_log_cannot_be_written(fmt: str, stream: str
             [sys.executable, "-c", LOGS, fmt, stream], stdout=subprocess.PIPE, stderr=log, text=True, timeout=60
         )
     assert done.stdout.split("\n")[-2] == "went on"
+
+
+THREAD = """
+import threading
+from common.telemetry import get_logger, setup_logging
+setup_logging("info", "json", "pd0")
+thread = threading.Thread(target=lambda: get_logger().warning("the engine refused a command", error="why"))
+thread.start()
+thread.join()
+"""
+
+
+def test_lines_of_other_threads_name_the_instance() -> None:
+    done = subprocess.run([sys.executable, "-c", THREAD], stderr=subprocess.PIPE, text=True, timeout=60)
+    [line] = done.stderr.splitlines()
+    assert json.loads(line).items() >= {"instance": "pd0", "error": "why"}.items()

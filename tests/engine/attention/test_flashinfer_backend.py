@@ -188,12 +188,12 @@ def test_what_is_not_served_has_a_reason(heads: HeadSpec, dtype: torch.dtype, ha
 
 
 def test_the_log_tells_once_what_is_not_served_and_what_computes_it() -> None:
-    reasons, told = ReasonLog(), "FlashInfer serves heads of 64, 128 and 256 elements, not of 80"
+    reasons, why = ReasonLog(), "FlashInfer serves heads of 64, 128 and 256 elements, not of 80"
     with capture_logs() as logs:
         for _ in range(2):
             reasons.warn(unserved(replace(SERVED, head_dim=80), torch.bfloat16) or "")
-    line = {"event": "attention by PyTorch instead of FlashInfer", "reason": told, "log_level": "warning"}
-    assert logs == [line]
+    line = {"event": "attention by PyTorch instead of FlashInfer", "reason": why, "log_level": "warning"}
+    assert [told.items() >= line.items() for told in logs] == [True]
 
 
 def plans_of(run: object) -> int:
