@@ -320,4 +320,5 @@ class DecoderEngine:
         counters = [self.counters, *(part.counters for part in parts)]
         gauges = engine_stats.gauges(self.runner, self.scheduler, self.input_receiver, self.kv_receiver)
         totals = engine_stats.totals(self.runner, self.input_receiver, self.kv_receiver, counters)
-        return {"last_step_tokens": self.loop.last_step_tokens} | gauges | totals
+        waiting = len(self.state.requests) - len(self.scheduler.running)
+        return {"last_step_tokens": self.loop.last_step_tokens, "requests_waiting": waiting} | gauges | totals

@@ -19,7 +19,6 @@ def gauges(
     blocks, cache, graphs = scheduler.blocks, input_receiver.cache, runner.graphs
     return {
         "requests_running": len(scheduler.running),
-        "requests_waiting": len(scheduler.waiting),
         "prefill_limit_tokens": scheduler.pace.last_limit if scheduler.pace is not None else 0,
         "kv_blocks_usable": blocks.pool.num_usable,
         "kv_blocks_free": blocks.num_free,

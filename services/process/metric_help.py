@@ -7,7 +7,7 @@ from typing import Final
 HELP: Final[dict[str, str]] = {
     # requests
     "requests_running": "Requests in the running batch.",
-    "requests_waiting": "Requests that wait for room or for inputs.",
+    "requests_waiting": "Requests that wait for room, inputs, or keys and values.",
     "requests_outstanding": "Requests that have not ended, as this worker counts them.",
     "requests_outstanding_tokens": "Tokens that requests under way can have at most, prompts and outputs together.",
     "outstanding_work_seconds": "Seconds this worker needs for its requests, at the rate of those that ended lately.",

@@ -103,6 +103,18 @@ def told(events: list[Any], name: str) -> list[tuple[Any, ...]]:
     ]
 
 
+def test_a_request_waits_until_its_keys_and_values_are_there(tiny_llama: ModelInfo) -> None:
+    pair = Pair(quick_engine(tiny_llama), quick_engine(tiny_llama))
+    pair.add(text("a", 9, greedy(4)))
+    counts = []
+    while not pair.receiver.engine.is_empty():
+        stats = pair.receiver.engine.stats()
+        counts.append((stats["requests_waiting"], stats["requests_running"]))
+        pair.step()
+    assert list(dict.fromkeys(counts)) == [(1, 0), (0, 1)]
+    assert pair.receiver.engine.stats()["requests_waiting"] == 0
+
+
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("model", LOADS)
 def test_two_engines_say_what_one_says(model: str, sizes: str, request: pytest.FixtureRequest) -> None:

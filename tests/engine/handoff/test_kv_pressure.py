@@ -236,6 +236,7 @@ def test_an_offer_does_not_overtake_a_request_that_waits_for_its_blocks(tiny_lla
         pair.step()
     assert engine.stats()["kv_offers_pending"] == 1
     assert [request.request_id for request in engine.scheduler.waiting] == ["here"]
+    assert (engine.stats()["requests_running"], engine.stats()["requests_waiting"]) == (1, 2)
     assert pair.finish() == undisturbed(tiny_llama, jobs)
     order = list(dict.fromkeys(name for name, _ in pair.receiver.ends))
     assert order == ["first", "here", "offered"] or order == ["first", "offered", "here"]
