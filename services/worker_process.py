@@ -255,7 +255,8 @@ class WorkerProcess:
         """Once a second, send a heartbeat to all proxies and discard requests of silent or lost proxies."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            self._work.look(sum(thread.worked_s for thread in self._role.threads), self._proxies.ended_work)
+            worked_s = sum(thread.worked_s for thread in self._role.threads)
+            self._work.look(worked_s, self._proxies.ended_work, idle=not len(self._proxies))
             for proxy in self._proxies.present:
                 self._context.send(proxy, Heartbeat())
             for request_id in self._proxies.pop_orphans():

@@ -20,11 +20,11 @@ class WorkMeter:
     _ended: float = 0.0
     _seen: tuple[float, float] = (0.0, 0.0)
 
-    def look(self, worked_s: float, ended: float) -> None:
-        """Note the engine's seconds and the ended work since the start of the process."""
+    def look(self, worked_s: float, ended: float, *, idle: bool = False) -> None:
+        """Note the engine's seconds and ended work since the start. Seconds of an `idle` worker go to metrics."""
         before_s, before = self._seen
         self._seen = worked_s, ended
-        if worked_s == before_s and ended == before:
+        if ended == before and (idle or worked_s == before_s):
             return
         self._worked_s = FADE * self._worked_s + worked_s - before_s
         self._ended = FADE * self._ended + ended - before

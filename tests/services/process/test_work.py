@@ -30,3 +30,14 @@ def test_idle_time_changes_nothing_and_the_past_fades() -> None:
     for second in range(1000):
         meter.look(4.0 + second, 300 + 100 * second)
     assert meter.seconds_of(100) == pytest.approx(1.0, abs=1e-3)
+
+
+def test_an_idle_engine_that_tells_its_numbers_does_no_work() -> None:
+    meter = WorkMeter()
+    for second in range(3600):
+        meter.look(1e-4 * second, 0, idle=True)
+    meter.look(2.36, 100)
+    assert meter.seconds_of(100) == pytest.approx(2.0, abs=1e-3)
+    for second in range(3600):
+        meter.look(2.36 + 1e-4 * second, 100, idle=True)
+    assert meter.seconds_of(100) == pytest.approx(2.0, abs=1e-3)
