@@ -340,7 +340,7 @@ class JobRunner:
             if self._prefill is not None:
                 await self._prefill.stop(abort=False)
             return
-        self._context.metrics.aborts.inc()
+        self._context.metrics.aborts.inc(self._attempt > 0)  # else no worker had it
         for worker in list(self._encode.used):
             await worker.notify(Abort(self._job.request_id))
         await self._withdraw(abort=True)

@@ -31,6 +31,7 @@ async def test_a_client_that_leaves_before_the_first_token_aborts_everywhere(rig
     task.cancel()
     await eventually(lambda: rig.aborted() == {"e0", "pd0"})
     await eventually(lambda: rig.service.admission.inflight == 0)
+    assert rig.count("aborts_total") == 1
 
 
 async def test_a_client_that_leaves_a_stream_aborts_everywhere(rig):
@@ -284,6 +285,7 @@ async def test_without_workers_it_is_503_with_retry_after(serve):
         assert response.status_code == 503
         assert "retry-after" in response.headers
         assert response.json()["error"]["code"] == "unavailable"
+        assert rig.count("aborts_total") == 0, "no worker had it"
         await eventually(lambda: rig.service.pool.broker_reachable)
         ready = await rig.http.get("/ready")
         assert (ready.status_code, "no decoder" in ready.text) == (503, True)
