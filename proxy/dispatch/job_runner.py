@@ -204,6 +204,8 @@ class JobRunner:
                 await self._move("decoder_error", pause_s=BACKOFF_S)
                 return
             await self._withdraw(abort=False)
+            if error.code == "overloaded":
+                self._context.metrics.refused.labels("worker").inc()
             raise self._job.error_of(error)
         elif worker not in (self._decoder, self._prefiller):
             await self._encode.on_failed(worker, error)

@@ -83,6 +83,13 @@ async def test_more_than_max_inflight_is_refused_before_the_body_is_looked_at(se
         assert (await rig.chat()).choices[0].message.content == "a red sign"
 
 
+async def test_a_refusal_by_a_full_worker_is_429_and_counted(rig):
+    rig.cluster.decoders[0].failure = ErrorInfo("overloaded", "4097 requests are waiting or running: try again later")
+    answer = await rig.http.post("/v1/completions", json={"prompt": "x"})
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    assert rig.count("refused_total", reason="worker") == 1
+
+
 async def test_a_corrupt_picture_is_the_clients_fault_and_named(rig):
     rig.cluster.encoders[0].script = lambda message: ErrorInfo("bad_media", "the picture is truncated")
     with pytest.raises(openai.BadRequestError) as caught:
