@@ -114,8 +114,8 @@ class Service:
         excess_s = min(self.lines[name].excess_s for name in names)
         if excess_s > 0:
             self.metrics.refused.labels("wait").inc()
-            wait_s, limit_s = excess_s + self.settings.max_queue_s, self.settings.max_queue_s
-            message = f"the first token would come after some {wait_s:.0f} s, more than the {limit_s:g} s allowed"
+            limit_s, wait_s = self.settings.max_queue_s, math.ceil(excess_s + self.settings.max_queue_s)
+            message = f"the first token would come after some {wait_s} s, more than the {limit_s:g} s allowed"
             raise Overloaded(f"{message} (max_queue_s); try again later", math.ceil(excess_s))
 
     def join_line(self, context: RequestContext, name: LineName, num_jobs: int = 1) -> RequestTickets:

@@ -163,6 +163,18 @@ def _overload(line: QueueDelayLimiter) -> list[Ticket]:
     return tickets
 
 
+async def test_the_told_wait_is_longer_than_the_allowed_one(serve):
+    async with serve(max_queue_s=6.0) as rig:
+        waiting = [ticket for ticket in _overload(rig.service.lines["text"]) if ticket.waits]
+        for ticket in waiting[63:]:
+            ticket.release()
+        assert 6.0 < rig.service.lines["text"].wait_s < 6.5
+        with pytest.raises(openai.RateLimitError, match="after some 7 s, more than the 6 s allowed"):
+            await rig.chat("text")
+        for ticket in waiting:
+            ticket.release()
+
+
 async def test_who_would_wait_too_long_is_refused_before_its_media_are_fetched(serve):
     async with serve(max_queue_s=2.0) as rig:
         waiting = _overload(rig.service.lines["media"])
