@@ -29,7 +29,7 @@ from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from common.errors import ErrorInfo, TriptychError
+from common.errors import ErrorInfo, TriptychError, invalid
 from common.telemetry import get_logger
 from proxy.server.errors import Overloaded, error_body
 from proxy.server.limits import ByteBudget, RequestTickets, Reservation
@@ -46,6 +46,7 @@ _CLIENT_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 theirs."""
 _LINE_ENDS: Final = {character: f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
 """Escaped: many clients (httpx, and others with Python's rules for lines) would end a line of an event here."""
+_COMPRESSED: Final = ("gzip", "deflate", "br", "zstd")
 _DEADLINE_GRACE_S: Final = 2.0
 """Jobs end at the deadline with a better message; the grace is for work without a deadline."""
 
@@ -92,8 +93,10 @@ class RequestContext:
         """Yield the body as it comes.
 
         Raises TriptychError("item_too_large") over the limit and Overloaded without memory, for the declared size
-        before any read.
+        before any read; "invalid_request" for a compressed body.
         """
+        if (coding := self.request.headers.get("content-encoding", "")).lower() in _COMPRESSED:
+            raise invalid(f"a body with the Content-Encoding {coding} is not supported: send it uncompressed")
         declared = self.request.headers.get("content-length", "")
         reserved = self._reserve(0, int(declared)) if declared.isdecimal() else 0
         size = 0

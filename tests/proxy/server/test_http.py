@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -145,6 +146,16 @@ async def test_bad_fields_are_named(rig):
         assert (body, error["param"]) == (body, param)
         assert error["type"] == "invalid_request_error"
     assert rig.cluster.decoders[0].received == []
+
+
+async def test_a_compressed_body_is_refused_as_one(rig):
+    for coding, body in (("gzip", gzip.compress(json.dumps(_chat()).encode())), ("GZIP", b"{"), ("br", b"{")):
+        response = await rig.http.post("/v1/chat/completions", content=body, headers={"Content-Encoding": coding})
+        assert response.status_code == 400
+        assert f"the Content-Encoding {coding} is not supported" in response.json()["error"]["message"]
+    for coding in ("identity", "utf-8"):
+        answer = await rig.http.post("/v1/chat/completions", json=_chat(), headers={"Content-Encoding": coding})
+        assert answer.status_code == 200
 
 
 async def test_unsupported_fields_that_are_switched_off_are_fine(rig):
