@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import functools
 from typing import Annotated, Any, Final, Literal, TypeVar
 
@@ -58,6 +59,8 @@ async def parse(model: type[R], context: RequestContext) -> R:
     body = bytearray()
     async for chunk in context.stream():
         body += chunk
+    if body.startswith(codecs.BOM_UTF8):
+        del body[: len(codecs.BOM_UTF8)]
     try:
         if len(body) > _OFF_LOOP_BYTES:
             num_values = await asyncio.to_thread(body.count, b",")

@@ -158,6 +158,11 @@ async def test_a_compressed_body_is_refused_as_one(rig):
         assert answer.status_code == 200
 
 
+async def test_a_byte_order_mark_before_the_body_is_left_out(rig):
+    answer = await rig.http.post("/v1/chat/completions", content=json.dumps(_chat()).encode("utf-8-sig"))
+    assert answer.json()["choices"][0]["message"]["content"] == "a red sign"
+
+
 async def test_unsupported_fields_that_are_switched_off_are_fine(rig):
     answer = await rig.chat(
         logprobs=False,
