@@ -35,6 +35,13 @@ def test_flags_win_over_environment_over_file_over_defaults(monkeypatch: pytest.
     assert (settings.host, settings.engine.block_size) == ("0.0.0.0", 8)
 
 
+@pytest.mark.parametrize("name", ["topology", "instance_id", "served_model_name"])
+def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Compose passes on variables that are not set as empty ones."""
+    monkeypatch.setenv(f"TRIPTYCH_{name.upper()}", "")
+    assert getattr(load_settings({}), name) is None
+
+
 def test_bad_values_are_named_in_one_line() -> None:
     with pytest.raises(TriptychError) as raised:
         load_settings({"port": 99999, "engine.device": "gpu", "colour": "red", "cluster": "a b", "instance_id": "e:0"})
