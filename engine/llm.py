@@ -238,12 +238,13 @@ class LLM:
         timestamps: bool = False,
         decoder_prompt: str | list[int] | None = None,
         words: bool = False,
+        return_prompts: bool = False,
     ) -> RequestOutput:
         """Transcribe audio of at most a window (30 s) with a Whisper model.
 
         With `words`, a second pass tells when each word was spoken. With `timestamps`, `token_ids` have a timestamp at
         both ends of each segment. A `decoder_prompt` takes the place of language, prompt and timestamps, and is checked
-        as `whisper_prompt.options` says.
+        as `whisper_prompt.options` says. Prompts are returned as `generate` does.
         """
         options = whisper_prompt.options(
             self.info, self.text, decoder_prompt=decoder_prompt, language=language, prompt=prompt, timestamps=timestamps
@@ -251,7 +252,7 @@ class LLM:
         token_ids, rules = whisper_prompt.build(self.info, self.text, **options)
         params = SamplingParams(**{**self._sampling_defaults, "temperature": 0.0, **rules})
         request_id = self.add({"prompt_token_ids": token_ids, "multi_modal_data": {"audio": audio}}, params)
-        output = self._run([request_id])[0]
+        output = self._run([request_id], return_prompts=return_prompts)[0]
         return replace(output, words=self._words(audio, output, options, params)) if words else output
 
     def _words(self, audio: Any, output: RequestOutput, options: dict[str, Any], params: SamplingParams) -> list[Word]:

@@ -197,5 +197,7 @@ def test_a_clip_is_the_encoder_prompt_of_whisper(folder_of: FolderOf, cases_of: 
         assert output.prompt_token_ids == case.prompt
         assert output.encoder_prompt is None
         assert strip(llm.info, output.outputs[0].token_ids) == case.expected
-    given, told = llm.transcribe(case.media[0], decoder_prompt=text), llm.transcribe(case.media[0], language="en")
+    given = llm.transcribe(case.media[0], decoder_prompt=text, return_prompts=True)
+    told = llm.transcribe(case.media[0], language="en")
     assert (given.prompt_token_ids, given.outputs) == (told.prompt_token_ids, told.outputs)
+    assert (given.prompt, given.encoder_prompt, told.prompt) == (text, None, None)
