@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from common.config import Settings
@@ -94,37 +95,28 @@ class RequireKey:
         await app(scope, receive, send)
 
 
-def proxy_guard(settings: Settings) -> Guard:
-    """Return the guard of the OpenAI API. Raises TriptychError("invalid_request") for a key file without keys."""
-    keys, token, open_paths = ApiKeys(settings), cluster_token(settings), _open_paths(settings)
+def _guard(settings: Settings, *, of_proxy: bool) -> Guard:
+    """Return the guard of the OpenAI API, or of a worker's endpoints.
+
+    Raises TriptychError("invalid_request") for a key file that cannot be read or has no key.
+    """
+    keys, token = ApiKeys(settings), cluster_token(settings)
+    open_paths = _OPEN_PATHS | _METRICS_PATHS if settings.metrics_without_key else _OPEN_PATHS
 
     def allows(path: str, header: str | None, client: str | None) -> bool:
         if path in CONTROL_PATHS:
             return may_control(token, header, client)
-        asks_itself = path == "/" or path.startswith("/page/")  # the page
-        return not keys or path in open_paths or asks_itself or keys.accepts(header)
-
-    return allows
-
-
-def worker_guard(settings: Settings) -> Guard:
-    """Return the guard of a worker's endpoints. Raises TriptychError("invalid_request") for unreadable key files."""
-    keys, token, open_paths = ApiKeys(settings), cluster_token(settings), _open_paths(settings)
-
-    def allows(path: str, header: str | None, client: str | None) -> bool:
-        if path in CONTROL_PATHS:
-            return may_control(token, header, client)
-        if path in open_paths or not (keys or token):
+        if path in open_paths or (of_proxy and (path == "/" or path.startswith("/page/"))):  # the page asks itself
             return True
-        return keys.accepts(header) or (token is not None and may_control(token, header, client))
+        of_members = token is not None and not of_proxy
+        return not (keys or of_members) or keys.accepts(header) or (of_members and may_control(token, header, client))
 
     return allows
+
+
+proxy_guard, worker_guard = partial(_guard, of_proxy=True), partial(_guard, of_proxy=False)
 
 
 def serves_anybody(settings: Settings) -> bool:
     """Return whether the API listens beyond this machine and asks for no key."""
     return settings.host not in LOOPBACK_HOSTS and not api_keys(settings)
-
-
-def _open_paths(settings: Settings) -> frozenset[str]:
-    return _OPEN_PATHS | _METRICS_PATHS if settings.metrics_without_key else _OPEN_PATHS
