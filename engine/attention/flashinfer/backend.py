@@ -14,7 +14,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from common.telemetry import get_logger
 from engine.attention.backend import AttentionBackend, FixedPlan, PlanSizes
 from engine.attention.flashinfer import wrappers
 from engine.attention.flashinfer.fixed import FlashInferFixedPlan
@@ -26,8 +25,6 @@ from engine.attention.torch_backend import TorchBackend
 from engine.device.h2d import send
 from engine.state.bias import AttentionBias, AttentionMask
 from engine.state.spec import HeadSpec
-
-log = get_logger()
 
 
 class FlashInferBackend(AttentionBackend):
