@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import sys
+import uuid
 from collections.abc import Sequence
 from multiprocessing import resource_tracker
 from typing import Any, Final, NoReturn, cast
@@ -33,7 +34,9 @@ def run(settings: Settings, role: Role) -> int:
     """
     malloc.use_one_arena()
     malloc.reuse_large_blocks()
-    setup_logging(settings.log_level, settings.log_format, settings.instance_id or role)
+    instance_id = settings.instance_id or f"worker-{uuid.uuid4().hex[:8]}"
+    settings = settings.model_copy(update={"instance_id": instance_id})
+    setup_logging(settings.log_level, settings.log_format, instance_id)
     dump_on_signal()
     _limit_threads(settings.engine.num_threads)
     try:
@@ -42,7 +45,7 @@ def run(settings: Settings, role: Role) -> int:
         info = load_model_info(settings.model, settings.lora_modules)
         if info.media_kind is not None:
             make_processor(info)  # the children that preprocess could not tell why it does not fit
-        status, next_role, instance_id = asyncio.run(_run(settings, info, check_role(role, info)))
+        status, next_role = asyncio.run(_run(settings, info, check_role(role, info)))
         if next_role is not None:
             _become(next_role, instance_id)
         return status
@@ -53,7 +56,7 @@ def run(settings: Settings, role: Role) -> int:
         gc.freeze()  # no last collection over torch's modules, which would take a second
 
 
-async def _run(settings: Settings, info: ModelInfo, role: Role) -> tuple[int, Role | None, str]:
+async def _run(settings: Settings, info: ModelInfo, role: Role) -> tuple[int, Role | None]:
     from engine.device.choice import choose_device, choose_dtype
     from services.worker_process import WorkerProcess
 
@@ -72,7 +75,7 @@ async def _run(settings: Settings, info: ModelInfo, role: Role) -> tuple[int, Ro
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-    return status, worker.next_role, worker.instance_id
+    return status, worker.next_role
 
 
 def _become(role: Role, instance_id: str) -> NoReturn:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -103,7 +102,7 @@ class WorkerProcess:
         """Whether an engine is still in a step once `run` has returned: the process must end regardless."""
         self.stop = asyncio.Event()
         """Set by a signal or by the caller of `run`, to end the worker."""
-        self.instance_id = instance_id = settings.instance_id or f"worker-{uuid.uuid4().hex[:8]}"
+        self.instance_id = instance_id = settings.instance_id or "worker"
         epoch = time.time_ns()
         self._server = WorkerServer(self._zmq_context, host, life_id(instance_id, epoch))
         self._context = WorkerContext(

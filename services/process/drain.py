@@ -98,8 +98,7 @@ class DrainMarker:
 
     @classmethod
     def of_environment(cls) -> DrainMarker:
-        path = os.environ.get(VARIABLE)
-        return cls(None if not path else Path(path))
+        return cls(Path(path) if (path := os.environ.get(VARIABLE)) else None)
 
     def write(self, next_role: Role | None) -> None:
         """Write the role after the drain; None for no further process."""

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import subprocess
+import sys
 
 import pytest
+import redis
 
 from common.errors import TriptychError
 from common.families import find_family
@@ -60,3 +65,19 @@ def test_all_of_the_command_line_but_the_role_stays(before: list[str], after: li
 def test_a_process_without_a_role_in_its_command_cannot_take_another_one() -> None:
     with pytest.raises(TriptychError, match="was not started with"):
         with_role(["-c", "import services"], "decode")
+
+
+def test_a_worker_without_a_name_logs_under_the_one_that_it_makes_up(broker_url: str) -> None:
+    variables = {"TRIPTYCH_BROKER": broker_url, "TRIPTYCH_CLUSTER": "nameless", "TRIPTYCH_LOG_FORMAT": "json"}
+    variables |= {"TRIPTYCH_ENGINE__NUM_THREADS": "1", "TRIPTYCH_ENGINE__KV_CACHE_BYTES": "32MiB"}
+    variables |= {"TRIPTYCH_ENGINE__ENCODER_CACHE_BYTES": "64MiB"}
+    command = [sys.executable, "-m", "triptych", "worker", "--role", "decode", "--port", "0"]
+    with (
+        redis.Redis.from_url(broker_url) as client,
+        subprocess.Popen(command, env=os.environ | variables, stderr=subprocess.PIPE, text=True) as process,
+    ):
+        try:
+            ready = next(json.loads(line) for line in process.stderr or () if '"event": "ready"' in line)
+            assert client.exists(f"nameless:instance:{ready['instance']}")
+        finally:
+            process.terminate()
