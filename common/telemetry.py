@@ -33,24 +33,29 @@ class _Unfailing:
 
 
 def setup_logging(level: str, fmt: str, instance: str) -> None:
-    """Log to stderr, each line with date, time zone and the `instance` of this process."""
+    """Log to stderr, each line with date, time zone and the `instance` of this process; so do libraries."""
     renderer: Any = (
         structlog.processors.JSONRenderer()
         if fmt == "json"
         else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     )
+    processors: list[Any] = [
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="%Y-%m-%dT%H:%M:%S.%f%z", utc=False),
+        structlog.processors.format_exc_info,
+    ]
+    stream = cast(TextIO, _Unfailing(sys.stderr))
     structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="%Y-%m-%dT%H:%M:%S.%f%z", utc=False),
-            structlog.processors.format_exc_info,
-            renderer,
-        ],
+        processors=[*processors, renderer],
         context_class=cast(Any, partial(dict, instance=instance)),  # not contextvars: threads have none of them
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Unfailing(sys.stderr))),
+        logger_factory=structlog.PrintLoggerFactory(stream),
         cache_logger_on_first_use=True,  # a call below the level then costs a third
     )
+    named: list[Any] = [lambda _, __, event: event | {"instance": instance}, structlog.stdlib.add_logger_name]
+    logging.lastResort = libraries = logging.StreamHandler(stream)  # for warnings that no handler takes
+    libraries.setLevel(logging.WARNING)
+    libraries.setFormatter(structlog.stdlib.ProcessorFormatter(renderer, foreign_pre_chain=[*named, *processors]))
 
 
 def get_logger() -> Any:

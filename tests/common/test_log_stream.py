@@ -47,3 +47,27 @@ def test_lines_of_other_threads_name_the_instance() -> None:
     done = subprocess.run([sys.executable, "-c", THREAD], stderr=subprocess.PIPE, text=True, timeout=60)
     [line] = done.stderr.splitlines()
     assert json.loads(line).items() >= {"instance": "pd0", "error": "why"}.items()
+
+
+LIBRARIES = """
+import logging
+from common.telemetry import setup_logging
+setup_logging("info", "json", "pd0")
+log = logging.getLogger("uvicorn.error")
+log.info("Started server process")
+log.warning("%s requests", 3)
+try:
+    1 / 0
+except ArithmeticError:
+    log.exception("Exception in ASGI application")
+"""
+
+
+def test_warnings_of_libraries_are_lines_of_the_same_form() -> None:
+    done = subprocess.run([sys.executable, "-c", LIBRARIES], stderr=subprocess.PIPE, text=True, timeout=60)
+    warning, error = map(json.loads, done.stderr.splitlines())
+    assert {(line["instance"], line["logger"]) for line in (warning, error)} == {("pd0", "uvicorn.error")}
+    assert (warning["level"], warning["event"]) == ("warning", "3 requests")
+    assert (error["level"], error["event"]) == ("error", "Exception in ASGI application")
+    assert "ZeroDivisionError" in error["exception"]
+    assert warning["timestamp"] <= error["timestamp"]
