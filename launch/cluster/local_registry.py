@@ -143,10 +143,6 @@ def _living() -> Iterator[LocalEntry]:
         with contextlib.suppress(OSError, msgspec.MsgspecError), path.open("rb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                is_living = False
-            except BlockingIOError:
-                is_living = True
-            if is_living:
-                yield msgspec.json.decode(file.read(), type=LocalEntry)
-            else:
                 path.unlink()
+            except BlockingIOError:
+                yield msgspec.json.decode(file.read(), type=LocalEntry)
