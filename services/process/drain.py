@@ -122,6 +122,5 @@ class DrainMarker:
     @property
     def next_role(self) -> Role | None:
         """The role after the drain; None for no further process, and without a file."""
-        if self._path is None or not self._path.exists():
-            return None
-        return cast(Role | None, self._path.read_text() or None)
+        text = self._path.read_text() if self._path is not None and self._path.exists() else ""
+        return cast(Role | None, text or None)
