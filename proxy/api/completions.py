@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 
 from common.messages import TokenLogprob
 from proxy.api.logprobs import CompletionLogprobs, LogprobShapes, joined
-from proxy.api.merge import Merge
+from proxy.api.merge import merged
 from proxy.api.openai_types import CompletionRequest, parse
 from proxy.api.prompts import check_number, decoder_prompts, make_jobs, processed_prompts
 from proxy.dispatch.jobs import Job
@@ -46,14 +46,12 @@ async def completions(service: Service, context: RequestContext) -> AsyncGenerat
         "created": int(context.created_s),
         "model": body.model or service.model_name,
     }
-    async with Merge[tuple[int, Delta]]() as merged:
-        for number, text in enumerate(texts):
-            merged.start(_read, number, text, merged)
+    async with aclosing(merged([text.deltas() for text in texts])) as deltas:
         if not body.stream:
-            yield await _whole(head, body, answers, merged)
+            yield await _whole(head, body, answers, deltas)
             return
         num_emitted = 0  # tokens: those of several prompts are counted ahead of their emission
-        async for number, delta in merged:
+        async for number, delta in deltas:
             answer, delta = answers[number], answers[number].for_client(delta)
             choice = answer.choice(number, delta.index, delta)
             choice |= body.token_ids_of(delta.token_ids)
@@ -113,21 +111,15 @@ class _CompletionAnswer:
         }
 
 
-async def _read(number: int, text: TextStream, merged: Merge[tuple[int, Delta]]) -> None:
-    async with aclosing(text.deltas()) as deltas:
-        async for delta in deltas:
-            await merged.put((number, delta))
-
-
 async def _whole(
     head: dict[str, Any],
     body: CompletionRequest,
     answers: list[_CompletionAnswer],
-    merged: Merge[tuple[int, Delta]],
+    deltas: AsyncGenerator[tuple[int, Delta]],
 ) -> JSONResponse:
     width = body.width if body.picks_best else body.num_choices
     found = [[Choice() for _ in range(width)] for _ in answers]
-    async for number, delta in merged:
+    async for number, delta in deltas:
         found[number][delta.index].add(answers[number].for_client(delta))
     choices = []
     for number, answer in enumerate(answers):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from common.text import whisper_prompt
 from common.text.prompts import ParsedPrompt, with_checkpoint_rules
 from common.text.whisper_rules import Rules
 from common.text.whisper_words import Word, aligned_words, alignment_request
-from proxy.api.merge import Merge
+from proxy.api.merge import merged
 from proxy.api.segments import Segment, split_at_timestamps
 from proxy.dispatch.jobs import Job, MediaItem, make_slots, part_id
 from proxy.dispatch.text_stream import Delta, Finish, TextStream, Usage
@@ -80,48 +79,6 @@ class _Window:
         if not self.logprobs:
             return None
         return sum(entry.logprob for entry in self.logprobs) / len(self.logprobs)
-
-
-class _Joined:
-    """The text of all windows in order: deltas of a window wait for the end of all earlier windows."""
-
-    def __init__(self, windows: list[_Window]) -> None:
-        self._windows = windows
-        self._waiting: list[deque[Delta]] = [deque() for _ in windows]
-        self._current = 0
-        self._finish: Finish = "stop"
-        self._begun = False
-        self._token_ids: list[int] = []  # not told yet: they made no text
-        self._logprobs: list[TokenLogprob] = []
-        self._scores: list[float] = []
-
-    def push(self, index: int, delta: Delta) -> list[Delta]:
-        """Add a delta of a window. Return the text that is next in order."""
-        self._waiting[index].append(delta)
-        told: list[Delta] = []
-        while self._current < len(self._windows) and self._waiting[self._current]:
-            delta = self._waiting[self._current].popleft()
-            text = delta.text if self._begun else delta.text.lstrip()
-            self._begun = self._begun or bool(text)
-            self._windows[self._current].text += text
-            self._token_ids += delta.token_ids
-            self._logprobs += delta.logprobs
-            if text:
-                told.append(self._take(text))
-            if delta.finish_reason is not None:
-                self._current += 1
-                self._scores += [] if delta.score is None else [delta.score]
-                self._finish = "length" if delta.finish_reason == "length" else self._finish
-        return told
-
-    def end(self) -> Delta:
-        """Return the end of all; the score of beams is the mean of the windows'."""
-        return replace(self._take("", self._finish), score=fmean(self._scores) if self._scores else None)
-
-    def _take(self, text: str, finish: Finish | None = None) -> Delta:
-        delta = Delta(text, finish, tuple(self._token_ids), logprobs=tuple(self._logprobs))
-        self._token_ids, self._logprobs = [], []
-        return delta
 
 
 @dataclass(eq=False, repr=False)
@@ -199,35 +156,48 @@ class Speech:
                 self.language = whisper_prompt.language_code(language) if language else "en"
                 self._language_known.set()
             self._windows = [_Window(window.start_s, window.end_s) for window in windows]
-            joined = _Joined(self._windows)
-            async with Merge[tuple[int, Delta]]() as merged:
-                limit, stops = options.total_limit or math.inf, self._sampling.stop or self._sampling.stop_token_ids
-                if stops or limit < len(windows) * self._service.max_model_len:
-                    merged.start(self._in_turn, windows, path, merged)
-                else:
-                    for index, window in enumerate(windows):
-                        merged.start(self._transcribe, index, window, path, merged)
-                async for index, delta in merged:
-                    for told in joined.push(index, delta):
-                        yield told
-            yield joined.end()
+            limit, stops = options.total_limit or math.inf, self._sampling.stop or self._sampling.stop_token_ids
+            if stops or limit < len(windows) * self._service.max_model_len:
+                texts = self._in_turn(windows, path)
+            else:
+                texts = merged([self._transcribe(*one, path) for one in enumerate(windows)], in_order=True)
+            finish: Finish = "stop"
+            begun = False
+            token_ids, logprobs, scores = list[int](), list[TokenLogprob](), list[float]()
+            async with aclosing(texts) as deltas:
+                async for index, delta in deltas:
+                    text = delta.text if begun else delta.text.lstrip()
+                    self._windows[index].text += text
+                    token_ids += delta.token_ids
+                    logprobs += delta.logprobs
+                    if text:  # tokens that make no text are told with the next text, or with the end
+                        begun = True
+                        yield Delta(text, None, tuple(token_ids), logprobs=tuple(logprobs))
+                        token_ids, logprobs = [], []
+                    if delta.finish_reason is not None:
+                        scores += [] if delta.score is None else [delta.score]
+                        finish = "length" if delta.finish_reason == "length" else finish
+            score = fmean(scores) if scores else None
+            yield Delta("", finish, tuple(token_ids), logprobs=tuple(logprobs), score=score)
 
-    async def _in_turn(self, windows: list[Window], path: str, merged: Merge[tuple[int, Delta]]) -> None:
-        """Put the text of one window after another, up to a stop string, a stop token or the limit of all tokens."""
+    async def _in_turn(self, windows: list[Window], path: str) -> AsyncGenerator[tuple[int, Delta]]:
+        """Yield the text of one window after another, up to a stop string, a stop token or the limit of all tokens."""
         limit = self._options.total_limit
         for index, window in enumerate(windows):
             if limit is not None:
                 left = limit - self.usage.completion_tokens
                 if left <= 0:
-                    await merged.put((index, Delta("", "length")))
+                    yield index, Delta("", "length")
                     return
                 self._options = replace(self._options, token_limit=left)
-            await self._transcribe(index, window, path, merged)
+            async with aclosing(self._transcribe(index, window, path)) as deltas:
+                async for delta in deltas:
+                    yield index, delta
             if self._stopped:
                 return
 
-    async def _transcribe(self, index: int, window: Window, path: str, merged: Merge[tuple[int, Delta]]) -> None:
-        """Put the text of a window, once its turn has come."""
+    async def _transcribe(self, index: int, window: Window, path: str) -> AsyncGenerator[Delta]:
+        """Yield the text of a window, once its turn has come."""
         if index > 0:
             await self._language_known.wait()
         async with self._under_way:
@@ -241,7 +211,13 @@ class Speech:
             for attempt, temperature in enumerate(self._temperatures):
                 ticket = ticket if attempt == 0 else self._tickets.acquire()
                 generation = self._generation(index, attempt, temperature, item, ticket)
-                held = await self._read(index, generation, merged)
+                held = list[Delta]()
+                async with aclosing(generation.deltas()) as deltas:
+                    async for delta in deltas:
+                        if self._must_wait(generation):
+                            held.append(delta)
+                        else:
+                            yield delta
                 self.usage.add(generation.usage)
                 self._stopped = generation.is_stopped
                 result = self._windows[index] = replace(
@@ -265,7 +241,7 @@ class Speech:
             if self._options.words and self._windows[index].token_ids:
                 self._windows[index].words = await self._align(index, item)
             for delta in held:
-                await merged.put((index, delta))
+                yield delta
 
     async def _align(self, index: int, item: MediaItem) -> list[Word]:
         """Return when the words of a window were spoken, by a second pass over its text."""
@@ -287,23 +263,16 @@ class Speech:
         logprobs = generation.prompt_logprobs
         return aligned_words(prompt_ids, sampling, logprobs, service.text, self.language, result.start_s)
 
-    async def _read(self, index: int, generation: TextStream, merged: Merge[tuple[int, Delta]]) -> list[Delta]:
-        """Read a window to its end. Return the deltas that wait for the rules; put all others."""
-        rules, held = self._options.rules, list[Delta]()
-        holds = rules is not None
-        async with aclosing(generation.deltas()) as deltas:
-            async for delta in deltas:
-                if not self._language_known.is_set():
-                    first = generation.sequences[0].token_ids
-                    self.language = whisper_prompt.detected_language(self._service.info, first)
-                    self._language_known.set()
-                if rules is not None and self._options.live:
-                    holds = rules.is_silence(self._no_speech_prob(generation), None)
-                if holds:
-                    held.append(delta)
-                else:
-                    await merged.put((index, delta))
-        return held
+    def _must_wait(self, generation: TextStream) -> bool:
+        """Note the language, if unknown. Return whether the text just read waits for the rules."""
+        if not self._language_known.is_set():
+            first = generation.sequences[0].token_ids
+            self.language = whisper_prompt.detected_language(self._service.info, first)
+            self._language_known.set()
+        rules = self._options.rules
+        if rules is not None and self._options.live:
+            return rules.is_silence(self._no_speech_prob(generation), None)
+        return rules is not None
 
     async def _part(self, window: Window, path: str) -> MediaItem:
         item = self._item
