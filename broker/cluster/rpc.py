@@ -105,7 +105,7 @@ class WorkerServer:
         """
         data = encode(message)
         if len(data) <= MAX_FROM_WORKER_BYTES or isinstance(message, Heartbeat):
-            return "sent" if self._send(proxy, data) else "gone"
+            return "sent" if _send_now(self._socket, [proxy, data]) else "gone"
         error = _too_large("the answer is too large for a proxy", message, len(data), MAX_FROM_WORKER_BYTES)
         log.warning("an answer is not sent", request=message.request_id, error=error.info.message)
         refusal: FromWorker
@@ -116,17 +116,7 @@ class WorkerServer:
                 refusal = Prefilled(message.request_id, message.attempt, error.info)
             case _:
                 refusal = Failed(message.request_id, error.info, message.attempt)
-        return "too_large" if self._send(proxy, encode(refusal)) else "gone"
-
-    def _send(self, proxy: bytes, data: bytes) -> bool:
-        # A non-blocking send of an asyncio socket is over when it returns; its future only holds the outcome.
-        sent = self._socket.send_multipart([proxy, data], flags=zmq.NOBLOCK)
-        error = cast("asyncio.Future[Any]", sent).exception()
-        if isinstance(error, zmq.ZMQError) and error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-            return False
-        if error is not None:
-            raise error
-        return True
+        return "too_large" if _send_now(self._socket, [proxy, encode(refusal)]) else "gone"
 
     def close(self) -> None:
         self._socket.close(linger=0)
@@ -165,18 +155,14 @@ class WorkerClient:
     def _watch(self, socket: zmq.asyncio.Socket) -> None:
         """For subclasses: the socket is about to connect."""
 
-    async def send(self, message: ToWorker) -> None:
+    def send(self, message: ToWorker) -> None:
         """Send without waiting. Raises TriptychError: "unavailable" for a full queue, "item_too_large" above a cap."""
         data = encode(message)
         if len(data) > MAX_TO_WORKER_BYTES:
             raise _too_large("the request is too large for a worker", message, len(data), MAX_TO_WORKER_BYTES)
-        try:
-            await self._socket.send(data, flags=zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EAGAIN:
-                raise
+        if not _send_now(self._socket, [data], copy=False):
             message_text = f"the worker at {self.address} takes no messages ({QUEUE_REQUESTS} are waiting)"
-            raise TriptychError("unavailable", message_text) from error
+            raise TriptychError("unavailable", message_text)
 
     async def receive(self) -> FromWorker:
         """Return the worker's next message about a request. Heartbeats and invalid messages are skipped.
@@ -200,6 +186,18 @@ class WorkerClient:
     def close(self, linger_ms: int = 0) -> None:
         """Close without waiting; the last messages have `linger_ms` to leave."""
         self._socket.close(linger=linger_ms)
+
+
+def _send_now(socket: zmq.asyncio.Socket, frames: list[bytes], *, copy: bool = True) -> bool:
+    """Send a message; return False for a peer that is gone or takes no messages."""
+    # A non-blocking send of an asyncio socket is over when it returns; its future only holds the outcome.
+    sent = socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=copy)
+    error = cast("asyncio.Future[Any]", sent).exception()
+    if isinstance(error, zmq.ZMQError) and error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+        return False
+    if error is not None:
+        raise error
+    return True
 
 
 def _too_large(what: str, message: ToWorker | FromWorker, size_bytes: int, limit_bytes: int) -> TriptychError:

@@ -45,19 +45,18 @@ class Dispatcher:
         context = DispatchContext(pool, self._placer, self._metrics, timeout_s, self._timelines)
         return JobRunner(job, context, deadline_s, self.runners).tokens()
 
-    async def on_message(self, worker: Worker, message: FromWorker) -> None:
+    def on_message(self, worker: Worker, message: FromWorker) -> None:
         if isinstance(message, Encoded | Prefilled):  # also after the last token
             self._timelines.add(message.request_id, message.spans)
             if message.error is None:
                 self._metrics.handoffs.count()
         runner = self.runners.get(message.request_id)
         if runner is not None:
-            if not runner.post(worker, message):
-                await runner.abandon()
+            runner.post(worker, message)
         elif not isinstance(message, Encoded | Failed):
-            await self._disown(worker, message)
+            self._disown(worker, message)
 
-    async def _disown(self, worker: Worker, message: Tokens | Prefilled | InputNeeded) -> None:
+    def _disown(self, worker: Worker, message: Tokens | Prefilled | InputNeeded) -> None:
         """Stop a worker on an ended job: the abort may have been lost with a connection."""
         over = isinstance(message, Prefilled) or (isinstance(message, Tokens) and message.done)
         if over or message.request_id in self._disowned:
@@ -65,7 +64,7 @@ class Dispatcher:
         self._disowned[message.request_id] = None
         while len(self._disowned) > _REMEMBERED:
             self._disowned.popitem(last=False)
-        await worker.notify(Abort(message.request_id))
+        worker.notify(Abort(message.request_id))
 
     def requests_at(self, worker: Worker) -> list[str]:
         return [request_id for request_id, runner in self.runners.items() if runner.uses(worker)]
@@ -77,6 +76,6 @@ class Dispatcher:
         for runner in self.runners.values():
             runner.post(worker, "joined")
 
-    async def on_gone(self, worker: Worker) -> None:
+    def on_gone(self, worker: Worker) -> None:
         for request_id in self.requests_at(worker):
             self.runners[request_id].post(worker, "gone")

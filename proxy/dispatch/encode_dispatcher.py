@@ -60,7 +60,7 @@ class EncodeDispatcher:
         """Live encoders that have received an item."""
         self._unanswered: set[tuple[Worker, int, int]] = set()  # replaced attempts that may still run
 
-    async def send_all(self, destination: Worker, request_attempt: int) -> None:
+    def send_all(self, destination: Worker, request_attempt: int) -> None:
         """Send every item to `destination`, for the job's attempt `request_attempt`.
 
         Several encoders share the items; equal content goes to one. Raises TriptychError("unavailable") without any.
@@ -69,7 +69,7 @@ class EncodeDispatcher:
             self.recall()
         for item in self._items.values():
             item.destination, item.request_attempt = destination, request_attempt
-            await self._place(item)
+            self._place(item)
 
     def recall(self) -> None:
         """Stop waiting for all items until the next `send_all`."""
@@ -82,14 +82,14 @@ class EncodeDispatcher:
             if item.destination is reader:  # a replaced item may have been read from an earlier attempt
                 self._succeeded(item, answered=not item.replaced)
 
-    async def finish(self) -> None:
+    def finish(self) -> None:
         """Release all items of an answered job, and stop replaced attempts. A late last reply is harmless."""
         for worker in {worker for worker, _, _ in self._unanswered}:
-            await worker.notify(Abort(self._job.request_id))
+            worker.notify(Abort(self._job.request_id))
         for item in list(self.pending):
             self._release(item)
 
-    async def on_encoded(self, worker: Worker, reply: Encoded) -> None:
+    def on_encoded(self, worker: Worker, reply: Encoded) -> None:
         """Handle an encoder's reply. Raises the error where another encoder cannot do better."""
         self._unanswered.discard((worker, reply.input_id, reply.attempt))
         item, error = self._items.get(reply.input_id), reply.error
@@ -102,13 +102,13 @@ class EncodeDispatcher:
         if error.code == "timeout":
             item.replaced = True
             reason = "undelivered" if reply.undelivered else "encoder_busy"
-            await self._wait_again(item, worker, error, reason, undelivered=reply.undelivered)
+            self._wait_again(item, worker, error, reason, undelivered=reply.undelivered)
         elif error.retryable or error.code == "internal_error":
-            await self._retry(item, worker, error, "encoder_error")
+            self._retry(item, worker, error, "encoder_error")
         else:
             raise TriptychError(error.code, error.message, item.media.param)
 
-    async def on_needed(self, destination: Worker, message: InputNeeded) -> None:
+    def on_needed(self, destination: Worker, message: InputNeeded) -> None:
         """Send an input on demand of `destination`, perhaps again. Raises after too many failures in a row."""
         request_attempt = message.request_attempt
         item = self._items.get(message.input_id)
@@ -118,31 +118,31 @@ class EncodeDispatcher:
         if (item.destination, item.request_attempt) != (destination, request_attempt):  # sent to another worker
             self._release(item, answered=False)
             item.destination, item.request_attempt = destination, request_attempt
-            await self._again(item, "input_needed")
+            self._again(item, "input_needed")
         elif encoder is not None and message.attempt < item.attempt:
             return  # the destination does not know yet of the attempt under way
         elif encoder is not None:
             late = ErrorInfo("timeout", f"{encoder.instance_id} did not deliver in time", item.media.param)
             self._release(item, answered=False)
-            await self._wait_again(item, encoder, late, "input_needed")
+            self._wait_again(item, encoder, late, "input_needed")
         elif item not in self.pending:  # in place before, and evicted: no failure
-            await self._again(item, "input_needed")
+            self._again(item, "input_needed")
 
-    async def on_gone(self, worker: Worker) -> None:
+    def on_gone(self, worker: Worker) -> None:
         """Resend the items of a lost encoder. Raises without encoders."""
         self.used.discard(worker)
         error = ErrorInfo("unavailable", f"{worker.instance_id} is gone")
-        await self._retry_all(worker, error, "encoder_gone", answered=True)
+        self._retry_all(worker, error, "encoder_gone", answered=True)
 
-    async def on_failed(self, worker: Worker, error: ErrorInfo) -> None:
+    def on_failed(self, worker: Worker, error: ErrorInfo) -> None:
         """Resend the items of an encoder after a lost connection. Raises without encoders."""
-        await self._retry_all(worker, error, "encoder_error", answered=False)  # the last attempt may have come later
+        self._retry_all(worker, error, "encoder_error", answered=False)  # the last attempt may have come later
 
-    async def on_joined(self) -> None:
+    def on_joined(self) -> None:
         """Send waiting items to a new worker."""
         for item in self._items.values():
             if item.encoder is None and item in self.pending:
-                await self._place(item)
+                self._place(item)
 
     @property
     def stranded(self) -> bool:
@@ -153,20 +153,20 @@ class EncodeDispatcher:
         """Whether an item is under way on an encoder."""
         return any(item.encoder is worker for item in self.pending)
 
-    async def _on_silent(self, item: _Item) -> None:
+    def _on_silent(self, item: _Item) -> None:
         worker = item.encoder
         assert worker is not None
         limit = f"{worker.instance_id} did not answer within {self._context.handoff_timeout_s:g} s"
         self._release(item, answered=False)
-        await self._retry(item, worker, ErrorInfo("timeout", limit, item.media.param), "silent")
+        self._retry(item, worker, ErrorInfo("timeout", limit, item.media.param), "silent")
 
-    async def _retry_all(self, worker: Worker, error: ErrorInfo, reason: str, *, answered: bool) -> None:
+    def _retry_all(self, worker: Worker, error: ErrorInfo, reason: str, *, answered: bool) -> None:
         for item in self._items.values():
             if item.encoder is worker:
                 self._release(item, answered=answered)
-                await self._retry(item, worker, error, reason)
+                self._retry(item, worker, error, reason)
 
-    async def _retry(self, item: _Item, worker: Worker, error: ErrorInfo, reason: str) -> None:
+    def _retry(self, item: _Item, worker: Worker, error: ErrorInfo, reason: str) -> None:
         item.retries.failed(worker.instance_id, error)
         item.replaced = True
         able = self._able(item)
@@ -174,22 +174,22 @@ class EncodeDispatcher:
             self._context.count_retry(self._job.request_id, reason)
             self._wait(item, time.monotonic() + item.retries.backoff_s)
         else:
-            await self._again(item, reason)
+            self._again(item, reason)
 
-    async def _wait_again(
+    def _wait_again(
         self, item: _Item, worker: Worker, error: ErrorInfo, reason: str, *, undelivered: bool = False
     ) -> None:
         in_full = self._context.is_full_wait(item.sent_s)  # the item waits for memory or compute that others use
         ends_early = not in_full and item.retries.waits > 0  # again: another encoder may be better
         undelivered_by = worker.instance_id if undelivered or ends_early else None
         item.retries.waited(error, in_full=in_full, undelivered_by=undelivered_by)
-        await self._again(item, reason, at=worker if in_full and not undelivered else None)
+        self._again(item, reason, at=worker if in_full and not undelivered else None)
 
-    async def _again(self, item: _Item, reason: str, at: Worker | None = None) -> None:
+    def _again(self, item: _Item, reason: str, at: Worker | None = None) -> None:
         self._context.count_retry(self._job.request_id, reason)
-        await self._place(item, at)
+        self._place(item, at)
 
-    async def _place(self, item: _Item, at: Worker | None = None) -> None:
+    def _place(self, item: _Item, at: Worker | None = None) -> None:
         """Send an item to an encoder, preferably to `at`, or wait for an encoder."""
         encoder = at if at is not None and self._stays(item, at) else self._choose(item)
         context, destination = self._context, item.destination
@@ -212,7 +212,7 @@ class EncodeDispatcher:
         encoder.load.items += 1
         self.used.add(encoder)
         log.debug("item sent", request=self._job.request_id, item=item.slot.input_id, encoder=encoder.instance_id)
-        await encoder.send(
+        encoder.send(
             Encode(
                 request_id=self._job.request_id,
                 input_id=item.slot.input_id,

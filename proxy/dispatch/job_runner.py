@@ -75,21 +75,21 @@ class JobRunner:
         self._abandoned = False
         self._ended = False
 
-    def post(self, worker: Worker, event: Event) -> bool:
-        """Add a message or an event of a worker. Returns False with too many unread: call `abandon`."""
+    def post(self, worker: Worker, event: Event) -> None:
+        """Add a message or an event of a worker. With too many unread the job ends; a later reader gets an error."""
         if self._abandoned:
-            return True
+            return
         self._events.put_nowait((worker, event))
-        return self._events.qsize() <= MAX_UNREAD
+        if self._events.qsize() > MAX_UNREAD:
+            self._abandon()
 
-    async def abandon(self) -> None:
-        """End the job on all workers; a later reader of `tokens` gets an error."""
+    def _abandon(self) -> None:
         log.warning("nobody reads the tokens, request ends", request=self._job.request_id, unread=MAX_UNREAD)
         self._abandoned = True
         self._context.metrics.unread_answers.inc()
         while not self._events.empty():
             self._events.get_nowait()
-        await self._end()
+        self._end()
 
     def uses(self, worker: Worker) -> bool:
         """Whether that worker runs any part of the job."""
@@ -105,10 +105,10 @@ class JobRunner:
         context.metrics.running_jobs.inc()
         try:
             self._deadlines.set("request", self._deadline_s, self._time_out)
-            await self._place()
+            self._place()
             while not self._progress.done:
                 if self._encode.pending and self._encode.stranded and any_encodes(context.pool):
-                    await self._move("no_encoder", abort=True)  # to where the inputs can be encoded
+                    self._move("no_encoder", abort=True)  # to where the inputs can be encoded
                 else:
                     await self._step()
                 while self._news:
@@ -117,13 +117,11 @@ class JobRunner:
                         context.timelines.add(request_id, tokens.spans)
                     yield tokens
                 if self._job.enough:
-                    await self._stop_sequences()
+                    self._stop_sequences()
         finally:
-            try:
-                await self._end()
-            finally:
-                del self._runners[request_id]
-                context.metrics.running_jobs.dec()
+            del self._runners[request_id]
+            context.metrics.running_jobs.dec()
+            self._end()
 
     async def _step(self) -> None:
         """Handle the next event or due deadline."""
@@ -131,29 +129,29 @@ class JobRunner:
             text = f"more than {MAX_UNREAD} pieces of the answer were not read: it was ended"
             raise TriptychError("timeout", text)
         if time.monotonic() >= self._deadline_s:  # before all events: a worker may never cease to send them
-            await self._time_out()
+            self._time_out()
         event = await self._events.get()
         if not isinstance(event, tuple):
-            await event()
+            event()
             return
         worker, message = event
         match message:
             case Tokens():
                 self._on_tokens(worker, message)
             case Prefilled():
-                await self._on_prefilled(worker, message)
+                self._on_prefilled(worker, message)
             case "gone":
-                await self._on_gone(worker)
+                self._on_gone(worker)
             case "joined":
-                await self._on_joined()
+                self._on_joined()
             case Encoded():
-                await self._encode.on_encoded(worker, message)
+                self._encode.on_encoded(worker, message)
             case InputNeeded():
-                await self._on_needed(worker, message)
+                self._on_needed(worker, message)
             case Failed():
-                await self._on_failed(worker, message)
+                self._on_failed(worker, message)
 
-    async def _time_out(self) -> None:
+    def _time_out(self) -> None:
         raise TriptychError("timeout", "the request did not end within the server's request_timeout_s")
 
     def _decodes(self, worker: Worker, attempt: int) -> bool:
@@ -175,59 +173,59 @@ class JobRunner:
         if news is not None:
             self._news.append(news)
 
-    async def _on_needed(self, worker: Worker, message: InputNeeded) -> None:
+    def _on_needed(self, worker: Worker, message: InputNeeded) -> None:
         decodes, prefill = self._decodes(worker, message.request_attempt), self._prefill
         if message.input_id != KV_INPUT_ID:
             if decodes or (prefill is not None and prefill.runs_on(worker, message.request_attempt)):
-                await self._encode.on_needed(worker, message)
+                self._encode.on_needed(worker, message)
         elif decodes:
             self._begun = False
             if prefill is not None:
-                await prefill.on_needed(message.attempt)
+                prefill.on_needed(message.attempt)
 
-    async def _on_prefilled(self, worker: Worker, message: Prefilled) -> None:
+    def _on_prefilled(self, worker: Worker, message: Prefilled) -> None:
         prefill = self._prefill
         if prefill is None or not prefill.runs_on(worker, message.attempt):
             return  # from a replaced attempt
         if message.error is not None:
-            await self._on_prefill_lost(prefill, message.error, "prefill_error")
+            self._on_prefill_lost(prefill, message.error, "prefill_error")
             return
         prefill.finish()
         self._news += self._progress.prefilled(message.prompt_logprobs)
 
-    async def _on_failed(self, worker: Worker, message: Failed) -> None:
+    def _on_failed(self, worker: Worker, message: Failed) -> None:
         error, prefill = message.error, self._prefill
         if prefill is not None and prefill.runs_on(worker, message.attempt):
-            await self._on_prefill_lost(prefill, error, "prefill_error")
+            self._on_prefill_lost(prefill, error, "prefill_error")
         elif self._decodes(worker, message.attempt):
             if error.code == "unavailable":  # for example, the decoder had lost this proxy and discarded all requests
-                await self._move("decoder_error", pause_s=BACKOFF_S)
+                self._move("decoder_error", pause_s=BACKOFF_S)
                 return
-            await self._withdraw(abort=False)
+            self._withdraw(abort=False)
             if error.code == "overloaded":
                 self._context.metrics.refused.labels("worker").inc()
             raise self._job.error_of(error)
         elif worker not in (self._decoder, self._prefiller):
-            await self._encode.on_failed(worker, error)
+            self._encode.on_failed(worker, error)
 
-    async def _on_gone(self, worker: Worker) -> None:
+    def _on_gone(self, worker: Worker) -> None:
         if worker is self._decoder:
-            await self._move("decoder_gone")
+            self._move("decoder_gone")
             return
         if self._prefill is not None and worker is self._prefill.worker:
             error = ErrorInfo("unavailable", f"{worker.instance_id} is gone")
-            await self._on_prefill_lost(self._prefill, error, "prefill_gone")
-        await self._encode.on_gone(worker)
+            self._on_prefill_lost(self._prefill, error, "prefill_gone")
+        self._encode.on_gone(worker)
 
-    async def _on_joined(self) -> None:
+    def _on_joined(self) -> None:
         """Place waiting work on a new worker."""
         if "place" in self._deadlines:
-            await self._place()
+            self._place()
         if self._prefill is not None:
-            await self._prefill.on_joined()
-        await self._encode.on_joined()
+            self._prefill.on_joined()
+        self._encode.on_joined()
 
-    async def _on_prefill_lost(self, prefill: PrefillDispatcher, error: ErrorInfo, reason: str) -> None:
+    def _on_prefill_lost(self, prefill: PrefillDispatcher, error: ErrorInfo, reason: str) -> None:
         """Replace a lost prefill, unless the decoder has the whole prompt or must begin again, too."""
         pool, withholds = self._context.pool, self._progress.withholds
         final = not error.retryable and error.code != "internal_error"
@@ -235,18 +233,18 @@ class JobRunner:
         if self._begun and not withholds:
             prefill.finish()
         elif (withholds and not final) or (error.retryable and pairless):
-            await self._replace(reason, abort=True)
+            self._replace(reason, abort=True)
         else:
-            await prefill.fail(error, reason)
+            prefill.fail(error, reason)
 
-    async def _move(self, reason: str, *, pause_s: float = 0.0, abort: bool = False) -> None:
+    def _move(self, reason: str, *, pause_s: float = 0.0, abort: bool = False) -> None:
         """Continue on another decoder. Sequences of full length end here."""
         self._news += self._progress.close(self._job.enough)
-        await self._replace(reason, pause_s=pause_s, abort=abort)
+        self._replace(reason, pause_s=pause_s, abort=abort)
 
-    async def _replace(self, reason: str, *, pause_s: float = 0.0, abort: bool = False) -> None:
+    def _replace(self, reason: str, *, pause_s: float = 0.0, abort: bool = False) -> None:
         """Place the rest of the job anew, after `pause_s`. Raises as `_place` does, and after MAX_MOVES."""
-        await self._withdraw(abort=abort)
+        self._withdraw(abort=abort)
         if self._progress.done:
             return
         self._moves += 1
@@ -257,9 +255,9 @@ class JobRunner:
         if pause_s:
             self._deadlines.set("place", time.monotonic() + pause_s, self._place)
         else:
-            await self._place()
+            self._place()
 
-    async def _place(self) -> None:
+    def _place(self) -> None:
         """Put the job, or the rest of it, on workers, or wait for workers to come back.
 
         Raises as `DispatchContext.wait_s` does.
@@ -279,7 +277,7 @@ class JobRunner:
         self._deadlines.set("inquiry", time.monotonic() + INQUIRY_S, self._inquire)
         resumed = self._progress.start(job.enough, prefilled=prefiller is not None)
         log.debug("job placed", request=job.request_id, decoder=decoder.instance_id, attempt=self._attempt)
-        await decoder.send(job.message(resumed, prefilled=prefiller is not None, attempt=self._attempt))
+        decoder.send(job.message(resumed, prefilled=prefiller is not None, attempt=self._attempt))
         if prefiller is not None:
             self._prefill = PrefillDispatcher(
                 job,
@@ -293,24 +291,24 @@ class JobRunner:
                 self._attempt,
                 resumed,
             )
-            await self._prefill.send(prefiller)
+            self._prefill.send(prefiller)
         elif job.media:
-            await self._encode.send_all(decoder, self._attempt)
+            self._encode.send_all(decoder, self._attempt)
 
-    async def _inquire(self) -> None:
+    def _inquire(self) -> None:
         """Ask the workers whether the job is still there: no other message reveals a lost request."""
         self._deadlines.set("inquiry", time.monotonic() + INQUIRY_S, self._inquire)
         if self._decoder is not None:
-            await self._decoder.notify(Inquiry(self._job.request_id, self._attempt))
+            self._decoder.notify(Inquiry(self._job.request_id, self._attempt))
         if self._prefill is not None:
-            await self._prefill.inquire()
+            self._prefill.inquire()
 
-    async def _stop_sequences(self) -> None:
+    def _stop_sequences(self) -> None:
         """Stop the sequences that have ended here while others go on."""
         for index in (self._job.enough - self._stopped).intersection(self._progress.rest(frozenset())):
             self._stopped.add(index)
             if self._decoder is not None and not self._job.sampling.uses_beams:
-                await self._decoder.notify(StopSequence(self._job.request_id, index))
+                self._decoder.notify(StopSequence(self._job.request_id, index))
 
     def _release_decoder(self) -> Worker | None:
         decoder, self._decoder, self._begun = self._decoder, None, False
@@ -320,17 +318,17 @@ class JobRunner:
             decoder.load.tokens -= self._claimed_tokens
         return decoder
 
-    async def _withdraw(self, *, abort: bool) -> None:
+    def _withdraw(self, *, abort: bool) -> None:
         """Withdraw the job from the decoder, with or without an `abort`, and from the prefill worker."""
         decoder = self._release_decoder()
         if decoder is not None and abort:
-            await decoder.notify(Abort(self._job.request_id))
+            decoder.notify(Abort(self._job.request_id))
         if self._prefill is not None:
-            await self._prefill.stop()
+            self._prefill.stop()
             self._prefill = None
         self._encode.recall()
 
-    async def _end(self) -> None:
+    def _end(self) -> None:
         """Release all claims; abort the job where workers are not done."""
         self._deadlines.stop()
         if self._ended:
@@ -338,11 +336,11 @@ class JobRunner:
         self._ended = True
         if self._progress.done:
             self._release_decoder()
-            await self._encode.finish()
+            self._encode.finish()
             if self._prefill is not None:
-                await self._prefill.stop(abort=False)
+                self._prefill.stop(abort=False)
             return
         self._context.metrics.aborts.inc(self._attempt > 0)  # else no worker had it
         for worker in list(self._encode.used):
-            await worker.notify(Abort(self._job.request_id))
-        await self._withdraw(abort=True)
+            worker.notify(Abort(self._job.request_id))
+        self._withdraw(abort=True)

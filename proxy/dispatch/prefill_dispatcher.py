@@ -46,7 +46,7 @@ class PrefillDispatcher:
     def __post_init__(self) -> None:
         self.attempt = self._decoder_attempt
 
-    async def send(self, worker: Worker) -> None:
+    def send(self, worker: Worker) -> None:
         """Send the prompt to a worker. Raises as EncodeDispatcher does."""
         job = self._job
         self._deadlines.clear(self)
@@ -55,7 +55,7 @@ class PrefillDispatcher:
         worker.load.requests += 1
         worker.load.tokens += len(job.prompt_token_ids)
         log.debug("prompt sent", request=job.request_id, prefill=worker.instance_id, attempt=self.attempt)
-        await worker.send(
+        worker.send(
             job.message(
                 self._resumed,
                 prefill_for=self._decoder.instance_id,
@@ -63,7 +63,7 @@ class PrefillDispatcher:
                 prefill_for_attempt=self._decoder_attempt,
             )
         )
-        await self._encode.send_all(worker, self.attempt)
+        self._encode.send_all(worker, self.attempt)
 
     def runs_on(self, worker: Worker, attempt: int) -> bool:
         """Whether this worker computes the prompt, in this attempt."""
@@ -77,16 +77,16 @@ class PrefillDispatcher:
         self._retries.succeeded()
         self._replaced = False
 
-    async def stop(self, *, abort: bool = True) -> None:
+    def stop(self, *, abort: bool = True) -> None:
         """Stop for good; `abort` the worker always, or only a superfluous repeat."""
         worker = self.worker
         self._deadlines.clear(self)
         if worker is not None:
             self._release()
             if abort or self._replaced:
-                await worker.notify(Abort(self._job.request_id))
+                worker.notify(Abort(self._job.request_id))
 
-    async def fail(self, error: ErrorInfo, reason: str) -> None:
+    def fail(self, error: ErrorInfo, reason: str) -> None:
         """Try again after the worker failed or is gone. Raises `error` where another attempt cannot do better."""
         worker = self.worker
         assert worker is not None
@@ -97,9 +97,9 @@ class PrefillDispatcher:
             self._retries.failed(worker.instance_id, error)
         else:
             raise self._job.error_of(error)
-        await self._again(reason)
+        self._again(reason)
 
-    async def on_needed(self, attempt: int) -> None:
+    def on_needed(self, attempt: int) -> None:
         """Try again: the decoder did not get the prompt of `attempt` in time. Raises after too many times."""
         if self in self._deadlines or attempt < self.attempt:
             return
@@ -108,24 +108,24 @@ class PrefillDispatcher:
             late = ErrorInfo("timeout", f"{worker.instance_id} did not deliver the prompt in time")
             self._count_wait(late, worker)
             self._release()
-            await worker.notify(Abort(self._job.request_id))
-        await self._again("prompt_needed")
+            worker.notify(Abort(self._job.request_id))
+        self._again("prompt_needed")
 
-    async def inquire(self) -> None:
+    def inquire(self) -> None:
         """Ask the worker whether the prompt is still being computed; a worker without the request answers Failed."""
         if self.worker is not None:
-            await self.worker.notify(Inquiry(self._job.request_id, self.attempt))
+            self.worker.notify(Inquiry(self._job.request_id, self.attempt))
 
-    async def on_joined(self) -> None:
+    def on_joined(self) -> None:
         """Place a waiting prefill on a new worker."""
         if self in self._deadlines:
-            await self._place()
+            self._place()
 
     def _count_wait(self, error: ErrorInfo, worker: Worker) -> None:
         in_full = self._context.is_full_wait(self._sent_s)
         self._retries.waited(error, in_full=in_full, undelivered_by=worker.instance_id)
 
-    async def _again(self, reason: str) -> None:
+    def _again(self, reason: str) -> None:
         self._context.count_retry(self._job.request_id, reason)
         self._encode.recall()
         self._replaced = True
@@ -134,9 +134,9 @@ class PrefillDispatcher:
         if retries.failures and candidates and candidates <= retries.failed_on:
             self._deadlines.set(self, time.monotonic() + retries.backoff_s, self._place)
         else:
-            await self._place()
+            self._place()
 
-    async def _place(self) -> None:
+    def _place(self) -> None:
         context, decoder = self._context, self._decoder
         worker = context.placer.choose_prefiller(
             context.pool, self._cache_keys, decoder, self._retries.failed_on, media=bool(self._job.media)
@@ -148,7 +148,7 @@ class PrefillDispatcher:
             self._deadlines.set(self, time.monotonic() + left_s, self._place)
             return
         self.attempt = next(self._attempts)
-        await self.send(worker)
+        self.send(worker)
 
     def _release(self) -> None:
         worker, self.worker = self.worker, None

@@ -6,7 +6,7 @@ Repeated tokens are discarded, gaps are errors, the rest of a job can be resumed
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Hashable, Set
+from collections.abc import Callable, Hashable, Set
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -23,7 +23,7 @@ MAX_WAITS: Final = 10
 BACKOFF_S: Final = 0.25
 """Pause before a second attempt on the same instances, doubled before a third. Another instance is asked at once."""
 
-Action = Callable[[], Awaitable[None]]
+Action = Callable[[], None]
 
 
 @dataclass
@@ -148,10 +148,10 @@ class Deadlines:
     def set(self, key: Hashable, due_s: float, action: Action) -> None:
         """Run `action` at `due_s`, in place of any earlier deadline of `key`."""
 
-        async def run() -> None:
+        def run() -> None:
             if self._timers.get(key) is timer:  # not changed since it was due
                 del self._timers[key]
-                await action()
+                action()
 
         self.clear(key)
         timer = self._timers[key] = asyncio.get_running_loop().call_at(due_s, self.wake, run)

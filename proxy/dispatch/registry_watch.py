@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -35,7 +35,7 @@ class RegistryWatch:
     def broker_reachable(self) -> bool:
         return time.monotonic() - self._last_look_s < 2 * HEARTBEAT_S + POLL_S
 
-    async def look(self, apply: Callable[[dict[str, InstanceRecord]], Awaitable[None]]) -> None:
+    async def look(self, apply: Callable[[dict[str, InstanceRecord]], None]) -> None:
         """Give `apply` all instances whenever they have been read, until cancelled.
 
         Raises TriptychError("unavailable") where another process has taken this one's instance id, and where the broker
@@ -51,7 +51,7 @@ class RegistryWatch:
                 else:
                     await self._registry.register(self._own)
                     registered = True
-                await apply(await self._registry.instances())
+                apply(await self._registry.instances())
                 self._last_look_s = time.monotonic()
             except (RedisError, OSError) as error:  # the workers stay: they may well be there
                 if isinstance(error, REFUSALS) and not registered:

@@ -44,19 +44,19 @@ class Worker:
     def instance_id(self) -> str:
         return self.record.instance_id
 
-    async def send(self, message: ToWorker) -> None:
+    def send(self, message: ToWorker) -> None:
         """Send without waiting. Raises TriptychError("unavailable") for a worker that is gone or takes no messages.
 
         Raises as WorkerClient.send does for too large a message, which ends the request and not the worker.
         """
         if self.gone:
             raise TriptychError("unavailable", f"{self.instance_id} is gone")
-        await self.client.send(message)
+        self.client.send(message)
 
-    async def notify(self, message: ToWorker) -> None:
+    def notify(self, message: ToWorker) -> None:
         """Send a message that may be lost: a worker without connection learns from the silence of this proxy."""
         with contextlib.suppress(TriptychError):
-            await self.send(message)
+            self.send(message)
 
 
 class WatchedClient(WorkerClient):

@@ -37,7 +37,7 @@ log = get_logger()
 class Listener(Protocol):
     """Receives worker messages and the arrival and loss of workers."""
 
-    async def on_message(self, worker: Worker, message: FromWorker) -> None: ...
+    def on_message(self, worker: Worker, message: FromWorker) -> None: ...
 
     def requests_at(self, worker: Worker) -> list[str]:
         """Return the requests under way on a worker."""
@@ -47,7 +47,7 @@ class Listener(Protocol):
 
     def on_joined(self, worker: Worker) -> None: ...
 
-    async def on_gone(self, worker: Worker) -> None: ...
+    def on_gone(self, worker: Worker) -> None: ...
 
     def on_placed(self, placed: Placed) -> None:
         """Note where another proxy placed a prompt."""
@@ -168,20 +168,20 @@ class WorkerPool:
     async def _send_heartbeats(self) -> None:
         while True:
             for worker in list(self._workers.values()):
-                await worker.notify(Heartbeat())
+                worker.notify(Heartbeat())
                 await asyncio.sleep(0)  # a thousand take 25 ms
             await asyncio.sleep(HEARTBEAT_S)
 
-    async def _apply(self, found: dict[str, InstanceRecord]) -> None:
+    def _apply(self, found: dict[str, InstanceRecord]) -> None:
         """Connect to new workers; remove workers that are gone or restarted."""
         self.seen = found
         self._usable.clear()
         for worker in list(self._workers.values()):
             record = found.get(worker.instance_id)
             if record is None:
-                await self._note_missing(worker)
+                self._note_missing(worker)
             elif record.epoch != worker.record.epoch:
-                await self._remove(worker)
+                self._remove(worker)
             else:
                 self._note_usable(worker)
                 worker.record, worker.missing_since_s = record, None
@@ -204,13 +204,13 @@ class WorkerPool:
         if worker.admitted and not worker.record.draining:
             self._last_usable_s[worker.record.role] = time.monotonic()
 
-    async def _note_missing(self, worker: Worker) -> None:
+    def _note_missing(self, worker: Worker) -> None:
         """Believe an absence only after ABSENCE_S: workers register again after a broker lost its memory."""
         now_s = time.monotonic()
         if worker.missing_since_s is None:
             worker.missing_since_s = now_s
         elif now_s - worker.missing_since_s > ABSENCE_S:
-            await self._remove(worker)
+            self._remove(worker)
 
     def _consider(self, record: InstanceRecord) -> None:
         why = incompatibility(record, self.own)
@@ -236,12 +236,12 @@ class WorkerPool:
             self._last_usable_s[record.role] = time.monotonic()
         log.info("worker found", worker=record.instance_id, role=record.role, address=record.requests_address)
 
-    async def _remove(self, worker: Worker) -> None:
+    def _remove(self, worker: Worker) -> None:
         if worker.gone:
             return
         log.warning("worker gone", worker=worker.instance_id, role=worker.record.role)
         for request_id in self._listener.requests_at(worker):  # alive, perhaps, and lost by the registry alone
-            await worker.notify(Abort(request_id))
+            worker.notify(Abort(request_id))
         self._note_usable(worker)
         worker.gone = True
         del self._workers[worker.instance_id]
@@ -250,7 +250,7 @@ class WorkerPool:
             if task is not asyncio.current_task():
                 task.cancel()
         worker.client.close(LAST_WORDS_MS)
-        await self._listener.on_gone(worker)
+        self._listener.on_gone(worker)
 
     async def _receive(self, worker: Worker) -> None:
         """Hand on the worker's messages, until another process turns out to have the address."""
@@ -260,8 +260,8 @@ class WorkerPool:
                     message = await worker.client.receive()
                 except TriptychError as error:
                     log.warning("worker not there", worker=worker.instance_id, error=error.info.message)
-                    return await self._lose(worker)
-                await self._listener.on_message(worker, message)
+                    return self._lose(worker)
+                self._listener.on_message(worker, message)
             await asyncio.sleep(0)
 
     async def _watch_connection(self, worker: Worker) -> None:
@@ -269,11 +269,11 @@ class WorkerPool:
         if await worker.client.opened():
             self._background(self._admit())
             await worker.client.lost()
-        await self._lose(worker)
+        self._lose(worker)
 
-    async def _lose(self, worker: Worker) -> None:
+    def _lose(self, worker: Worker) -> None:
         self._lost[worker.client.life] = time.monotonic() + RECORD_TTL_S + POLL_S
-        await self._remove(worker)
+        self._remove(worker)
 
     async def _admit(self) -> None:
         """Admit connected workers, together with workers found at the same time: otherwise all requests that wait for a

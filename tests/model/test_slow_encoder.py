@@ -133,7 +133,7 @@ def test_what_a_silent_proxy_has_left_is_dropped_soon() -> None:
         cluster.run_quietly()
 
 
-async def _ignore(*args: object) -> None: ...
+def _ignore(*args: object) -> None: ...
 
 
 def test_an_encoder_that_dies_amid_a_long_computation_is_replaced_at_once() -> None:

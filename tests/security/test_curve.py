@@ -45,7 +45,7 @@ async def refused(context: zmq.asyncio.Context, address: str, **options: bytes |
 async def test_members_speak_to_each_other(make_context, key):
     server = WorkerServer(make_context(key))
     async with worker_client(make_context(key), server.address, "p") as client, asyncio.timeout(10):
-        await client.send(Heartbeat())
+        client.send(Heartbeat())
         proxy, message = await server.receive()
         assert (proxy, message) == (b"p", Heartbeat())
         assert server.send(proxy, Failed("r", ErrorInfo("unavailable", "x"))) == "sent"
@@ -55,7 +55,7 @@ async def test_members_speak_to_each_other(make_context, key):
 async def test_a_message_of_the_largest_size_fits_with_its_encryption(make_context, key):
     server = WorkerServer(make_context(key))
     async with worker_client(make_context(key), server.address, "p") as client, asyncio.timeout(20):
-        await client.send(Heartbeat())
+        client.send(Heartbeat())
         proxy, _ = await server.receive()
         overhead = len(encode(of_length(MAX_CONTROL_BYTES))) - MAX_CONTROL_BYTES
         largest = of_length(MAX_CONTROL_BYTES - overhead)
@@ -85,7 +85,7 @@ async def test_strangers_get_nothing(make_context, key):
         ),
     ]
     async with worker_client(make_context(key), server.address, "member") as client, asyncio.timeout(10):
-        await client.send(Heartbeat())
+        client.send(Heartbeat())
         assert await server.receive() == (b"member", Heartbeat())  # the first thing that ever came in
     assert server.num_invalid == 0
     for stranger in strangers:
@@ -99,7 +99,7 @@ async def test_a_member_does_not_speak_to_a_listener_without_the_key(make_contex
     port = listener.bind_to_random_port("tcp://127.0.0.1")
     monitor = listener.get_monitor_socket(HANDSHAKE_FAILED | zmq.EVENT_DISCONNECTED)
     async with worker_client(make_context(key), f"tcp://127.0.0.1:{port}", "p") as client, asyncio.timeout(10):
-        await client.send(Heartbeat())
+        client.send(Heartbeat())
         await recv_monitor_message(monitor)
         assert not await listener.poll(0)
     listener.disable_monitor()
@@ -137,7 +137,7 @@ async def test_a_flood_of_garbage_costs_no_memory_and_no_service(make_context, k
             with socket.create_connection((host, port), timeout=5) as connection:
                 connection.sendall(os.urandom(256))
         async with asyncio.timeout(20):
-            await client.send(Heartbeat())
+            client.send(Heartbeat())
             assert await server.receive() == (b"member", Heartbeat())
 
     await wave(500)

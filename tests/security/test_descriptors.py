@@ -61,7 +61,7 @@ async def worker(key: ClusterKey) -> AsyncIterator[tuple[asyncio.subprocess.Proc
 
 async def is_heard(client: WorkerClient) -> None:
     async with asyncio.timeout(20):
-        await client.send(Abort("r"))
+        client.send(Abort("r"))
         assert await client.receive() == Failed("r", ErrorInfo("unavailable", "heard"))
 
 

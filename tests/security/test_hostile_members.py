@@ -76,17 +76,17 @@ async def test_a_worker_outlives_messages_that_make_no_sense(
         sender = TensorSender(zmq_context)
         greedy = SamplingParams(max_tokens=2**63, n=2**63, beam_width=2**63)  # three of them: no number of 64 bits
         for request_id in IDS[:3]:
-            await worker.proxy.send(Generate(request_id, PROMPT, [], greedy))
+            worker.proxy.send(Generate(request_id, PROMPT, [], greedy))
         messages = originals(shape)
         for _ in range(MESSAGES):
             message = rng.choice(messages)
             await send(worker, redis, sender, message, revalued(rng, encode(message)))
         for request_id in IDS:
-            await worker.proxy.send(Abort(request_id))
-        await worker.proxy.send(Generate("honest", PROMPT, [], SamplingParams(max_tokens=4, temperature=0.0)))
+            worker.proxy.send(Abort(request_id))
+        worker.proxy.send(Generate("honest", PROMPT, [], SamplingParams(max_tokens=4, temperature=0.0)))
         if role is PrefillDecodeService:
             await eventually(lambda: any(tokens.done for tokens in worker.of(Tokens, "honest")), 30.0)
-        await worker.proxy.send(Abort("honest"))
+        worker.proxy.send(Abort("honest"))
         await eventually(lambda: is_idle(worker), 30.0)
         assert worker.gauge("integrity_failures") == 0
         assert not worker.task.done()

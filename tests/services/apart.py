@@ -38,15 +38,15 @@ class Apart:
 
     async def prefill_only(self, request_id: str, prompt: list[int], sampling: SamplingParams, **more: Any) -> None:
         """Send a request to the prefill worker."""
-        await self.prefill.proxy.send(make_generate(request_id, prompt, sampling, prefill_for="d0", **more))
+        self.prefill.proxy.send(make_generate(request_id, prompt, sampling, prefill_for="d0", **more))
 
     async def decode_only(self, request_id: str, prompt: list[int], sampling: SamplingParams, **more: Any) -> None:
         """Send a request to the decode worker."""
-        await self.decode.proxy.send(make_generate(request_id, prompt, sampling, prefilled=True, **more))
+        self.decode.proxy.send(make_generate(request_id, prompt, sampling, prefilled=True, **more))
 
     async def abort(self, request_id: str) -> None:
         for worker in (self.decode, self.prefill):
-            await worker.proxy.send(Abort(request_id))
+            worker.proxy.send(Abort(request_id))
 
     async def ended(self, request_id: str) -> None:
         """Return once the request's last tokens are there."""

@@ -177,7 +177,7 @@ class Proxy:
 
     async def send(self, instance_id: str, *messages: ToWorker) -> None:
         for message in messages:
-            await self.clients[instance_id].send(message)
+            self.clients[instance_id].send(message)
 
     async def answer(self, request_id: str, timeout_s: float = 30.0) -> str:
         """The text of a finished request; fails if it has failed."""

@@ -121,8 +121,8 @@ async def colour_seen(
 ) -> str:
     """What the decoder `d0` answers about a sign, after the encoder has handed it over."""
     media = sign(colour)
-    await decoder.proxy.send(about_pictures(request_id, [media], "What colour is the sign?"))
-    await encoder.proxy.send(encode_order(request_id, 0, media))
+    decoder.proxy.send(about_pictures(request_id, [media], "What colour is the sign?"))
+    encoder.proxy.send(encode_order(request_id, 0, media))
     assert (await encoder.one(Encoded, request_id)).error is None
     return await decoder.text(request_id)
 

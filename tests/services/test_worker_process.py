@@ -261,7 +261,7 @@ async def test_an_engine_that_hangs_ends_the_process_and_its_place_in_the_cluste
         address = (await running.record()).requests_address
         assert running.shell.health() is None
         with closing(WatchedClient(zmq_context, address, "p0")) as proxy:
-            await proxy.send(Heartbeat())
+            proxy.send(Heartbeat())
             running.role.thread.submit(lambda _: release.wait(20) and None)
             async with asyncio.timeout(10):
                 await proxy.lost()  # so a proxy moves what it had here, long before the entry would expire
@@ -296,12 +296,12 @@ async def test_aborts_reach_the_role_but_not_for_other_proxies_requests(
             worker_client(zmq_context, address, "p0") as owner,
             worker_client(zmq_context, address, "p1") as other,
         ):
-            await owner.send(Generate("r", [1], [], SamplingParams()))
+            owner.send(Generate("r", [1], [], SamplingParams()))
             await eventually(lambda: len(running.role.context.proxies) == 1)
-            await other.send(Abort("r"))
-            await other.send(Abort("unknown"))
+            other.send(Abort("r"))
+            other.send(Abort("unknown"))
             await eventually(lambda: running.role.aborted == ["unknown"])
-            await owner.send(Abort("r"))
+            owner.send(Abort("r"))
             await eventually(lambda: running.role.aborted == ["unknown", "r"])
             assert len(running.role.context.proxies) == 0
 
@@ -313,11 +313,11 @@ async def test_a_proxy_that_asks_for_a_request_is_told_only_if_it_is_not_here(
         address = (await running.record()).requests_address
         async with worker_client(zmq_context, address, "p0") as proxy, asyncio.timeout(5):
             for name in ("r", "ended"):
-                await proxy.send(Generate(name, [1], [], SamplingParams(), attempt=2))
+                proxy.send(Generate(name, [1], [], SamplingParams(), attempt=2))
             await eventually(lambda: len(running.role.context.proxies) == 2)
             running.role.context.proxies.remove("ended")
             for inquiry in (Inquiry("r", 2), Inquiry("ended", 2), Inquiry("r", 1), Inquiry("lost", 3)):
-                await proxy.send(inquiry)
+                proxy.send(inquiry)
             answers = [await proxy.receive(), await proxy.receive()]
     assert [(type(one), one.request_id) for one in answers] == [(Failed, "r"), (Failed, "lost")]
     assert [one.attempt for one in answers if isinstance(one, Failed)] == [1, 3]
@@ -331,9 +331,9 @@ async def test_what_a_silent_proxy_had_asked_for_is_dropped_and_it_learns_of_it_
         running.shell._proxies._silence_s = 0.1
         address = (await running.record()).requests_address
         async with worker_client(zmq_context, address, "p0") as proxy:
-            await proxy.send(Generate("r", [1], [], SamplingParams()))
+            proxy.send(Generate("r", [1], [], SamplingParams()))
             await eventually(lambda: running.role.aborted == ["r"])
-            await proxy.send(Heartbeat())
+            proxy.send(Heartbeat())
             async with asyncio.timeout(5):
                 failed = await proxy.receive()
     assert isinstance(failed, Failed)
@@ -348,7 +348,7 @@ async def test_what_a_proxy_leaves_is_dropped_at_once_while_the_broker_stands_st
             address = (await running.record()).requests_address
             await eventually(lambda: running.shell.ready() is None)
             async with worker_client(zmq_context, address, "p0") as proxy:
-                await proxy.send(Generate("r", [1], [], SamplingParams()))
+                proxy.send(Generate("r", [1], [], SamplingParams()))
                 await eventually(lambda: len(running.role.context.proxies) == 1)
                 cable.set("stall")
                 await eventually(lambda: running.shell.ready() == "the broker is not reachable", 10.0)
@@ -425,7 +425,7 @@ async def leaving(
         async with worker_client(zmq_context, address, "p0") as proxy:
             delay = running.role.context.metrics.gauges["first_request_delay_seconds"]
             assert delay() == 0.0
-            await proxy.send(Generate("r", [1], [], SamplingParams()))
+            proxy.send(Generate("r", [1], [], SamplingParams()))
             await eventually(lambda: len(running.role.context.proxies) == 1)
             assert delay() > 0.0
             yield Leaving(running, proxy)
@@ -444,7 +444,7 @@ async def test_a_drained_worker_is_marked_at_once_finishes_what_it_has_and_ends(
     ready = await leaving.running.get("/ready")
     assert (ready.status_code, ready.json()["reason"].split(":")[0]) == (503, "draining")
     assert (await leaving.running.get("/health")).status_code == 200
-    await leaving.proxy.send(Generate("late", [1], [], SamplingParams()))  # by a proxy that has not noticed yet
+    leaving.proxy.send(Generate("late", [1], [], SamplingParams()))  # by a proxy that has not noticed yet
     await eventually(lambda: len(leaving.running.role.context.proxies) == 2)
     leaving.finish_request()
     with pytest.raises(TimeoutError):

@@ -60,7 +60,7 @@ async def test_each_proxy_gets_the_answers_to_its_own_requests(
 ) -> None:
     clients = {name: WorkerClient(zmq_context, server.address, name) for name in ("p0", "p1")}
     for name, client in clients.items():
-        await client.send(generate(f"request of {name}"))
+        client.send(generate(f"request of {name}"))
     for _ in clients:
         proxy, message = await server.receive()
         assert isinstance(message, Generate)
@@ -76,7 +76,7 @@ async def test_each_proxy_gets_the_answers_to_its_own_requests(
 async def test_media_of_many_megabytes_pass(server: WorkerServer, zmq_context: zmq.asyncio.Context) -> None:
     media = os.urandom(32 * 2**20)
     async with worker_client(zmq_context, server.address, "p") as client:
-        await client.send(Encode("r", 0, 0, "image", "hash", media, "d0", time.monotonic()))
+        client.send(Encode("r", 0, 0, "image", "hash", media, "d0", time.monotonic()))
         _, message = await server.receive()
     assert isinstance(message, Encode)
     assert message.media == media
@@ -91,21 +91,21 @@ async def test_a_request_that_is_too_large_is_not_sent_and_costs_nobody_else_any
     assert len(encode(largest)) == MAX_TO_WORKER_BYTES
     async with worker_client(zmq_context, server.address, "p") as client, asyncio.timeout(20):
         monitor = client._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        await client.send(generate("before"))
+        client.send(generate("before"))
         assert (await server.receive())[1] == generate("before")
         too_large = msgspec.structs.replace(largest, media=largest.media + b"x")
         with pytest.raises(
             TriptychError, match=f"Encode message has {MAX_TO_WORKER_BYTES + 1} bytes, 1 more"
         ) as caught:
-            await client.send(too_large)
+            client.send(too_large)
         assert caught.value.info.code == "item_too_large"
         assert not caught.value.info.retryable
-        await client.send(generate("after"))
+        client.send(generate("after"))
         proxy, message = await server.receive()
         assert message == generate("after")
         assert server.send(proxy, Tokens("before", 0, [1])) == "sent"
         assert await client.receive() == Tokens("before", 0, [1])
-        await client.send(largest)
+        client.send(largest)
         assert timeless((await server.receive())[1]) == timeless(largest)
         assert not await monitor.poll(0)
         client._socket.disable_monitor()
@@ -128,7 +128,7 @@ async def test_an_answer_that_is_too_large_ends_its_request_and_no_other(
 ) -> None:
     server = WorkerServer(zmq_context)
     async with worker_client(zmq_context, server.address, "p") as client, asyncio.timeout(20):
-        await client.send(Heartbeat())
+        client.send(Heartbeat())
         proxy, _ = await server.receive()
         assert server.send(proxy, Tokens("other", 0, [1])) == "sent"
         assert server.send(proxy, answer) == "too_large"
@@ -149,7 +149,7 @@ async def test_an_answer_that_is_too_large_ends_its_request_and_no_other(
 async def test_a_request_sent_before_the_worker_is_there_arrives(zmq_context: zmq.asyncio.Context) -> None:
     port = free_port("127.0.0.1")
     client = WorkerClient(zmq_context, f"tcp://127.0.0.1:{port}", "p")
-    await client.send(Heartbeat())
+    client.send(Heartbeat())
     late = zmq_context.socket(zmq.ROUTER)
     late.bind(f"tcp://127.0.0.1:{port}")
     async with asyncio.timeout(5):
@@ -162,7 +162,7 @@ async def test_another_process_at_a_workers_address_is_told_from_it(zmq_context:
     server = WorkerServer(zmq_context, life="b@2")
     for life, taken in (("a@1", False), ("b@1", False), ("b@2", True), ("", True)):
         async with worker_client(zmq_context, server.address, "p", life=life) as client, asyncio.timeout(5):
-            await client.send(Heartbeat())
+            client.send(Heartbeat())
             proxy, _ = await server.receive()
             server.send(proxy, Tokens("r", 0, [1]))
             if taken:
@@ -181,7 +181,7 @@ async def test_hostile_bytes_are_counted_and_dropped(server: WorkerServer, zmq_c
     with socket.create_connection(("127.0.0.1", int(server.address.rsplit(":", 1)[1]))) as stranger:
         stranger.sendall(os.urandom(4096))  # not even ZMQ
     async with worker_client(zmq_context, server.address, "p") as client:
-        await client.send(Abort("r"))
+        client.send(Abort("r"))
         seen: list[object] = []
 
         async def take() -> None:
@@ -196,7 +196,7 @@ async def test_hostile_bytes_are_counted_and_dropped(server: WorkerServer, zmq_c
 
 async def test_sending_to_a_proxy_that_is_gone_says_so(server: WorkerServer, zmq_context: zmq.asyncio.Context) -> None:
     client = WorkerClient(zmq_context, server.address, "p")
-    await client.send(Heartbeat())
+    client.send(Heartbeat())
     proxy, _ = await server.receive()
     assert server.send(b"never seen", Tokens("r", 0, [1])) == "gone"
     client.close()
@@ -208,10 +208,10 @@ async def test_sending_to_a_proxy_that_is_gone_says_so(server: WorkerServer, zmq
 async def test_a_reconnecting_proxy_takes_over_its_routing_id(zmq_context: zmq.asyncio.Context) -> None:
     server = WorkerServer(zmq_context)
     first = WorkerClient(zmq_context, server.address, "p")
-    await first.send(Heartbeat())
+    first.send(Heartbeat())
     await server.receive()
     second = WorkerClient(zmq_context, server.address, "p")
-    await second.send(Heartbeat())
+    second.send(Heartbeat())
     proxy, _ = await server.receive()
     assert server.send(proxy, Tokens("r", 0, [1])) == "sent"
     async with asyncio.timeout(5):

@@ -269,7 +269,7 @@ class SimulatedClient:
         self._connection = network.connect(address, identity)
         self.address, self.life = address, life
 
-    async def send(self, message: ToWorker) -> None:
+    def send(self, message: ToWorker) -> None:
         if not self._connection.closed:
             self._connection.to_worker.append((time.monotonic(), encode(message)))
 

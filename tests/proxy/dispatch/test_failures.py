@@ -321,7 +321,7 @@ async def test_a_live_worker_that_is_given_up_is_told_and_found_again_under_a_ne
     task = asyncio.create_task(rig.chat([image_part(picture())]))
     await eventually(lambda: bool(encoder.of(Encode)))
     for worker in rig.service.pool.workers("encoder") + rig.service.pool.workers("prefill_decode"):
-        await rig.service.pool._remove(worker)  # as after a gap in the registry
+        rig.service.pool._remove(worker)  # as after a gap in the registry
     encoder.script = lambda message: None
     assert (await task).choices[0].message.content == "a red sign"
     await eventually(lambda: bool(decoder.of(Abort)) and bool(encoder.of(Abort)))

@@ -62,7 +62,7 @@ class Sim:
     sent: int = 0
     offered: int = 0  # the last attempt to compute the prompt for it
 
-    async def send(self, message: ToWorker) -> None:
+    def send(self, message: ToWorker) -> None:
         if isinstance(message, Generate):
             resumed = len(message.resumed[0].token_ids) if message.resumed else 0
             self.job, self.sent, self.inputs = message, resumed, set()
@@ -351,7 +351,7 @@ async def test_what_had_come_when_a_deadline_was_due_may_have_kept_it() -> None:
     world = World(["prefill_decode", "encoder"], num_inputs=1, prompt_logprobs=False)
     world.task.cancel()
     runner, (decoder, encoder) = world.runner, world.sims
-    await runner._place()
+    runner._place()
     item = runner._encode._items[0]
     encoder.encoded(encoder.encodes[0], None)
     runner._deadlines.set(item, 0.0, partial(runner._encode._on_silent, item))

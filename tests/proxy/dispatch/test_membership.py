@@ -170,7 +170,7 @@ async def test_a_proxy_that_has_not_looked_for_workers_yet_waits_for_them(rig):
     known = rig.service.pool
     pool = WorkerPool(known._registry, known.own, rig.service.dispatcher, lambda: None, zmq.asyncio.Context())
     assert pool.absent_s("prefill_decode") < rig.service.settings.handoff_timeout_s
-    await pool._apply({})
+    pool._apply({})
     assert pool.absent_s("prefill_decode") == math.inf
     pool._context.term()
 

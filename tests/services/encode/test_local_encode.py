@@ -36,10 +36,10 @@ class Setting:
         self.worker = worker
 
     async def generate(self, request_id: str, media: list[bytes], max_tokens: int = 8) -> None:
-        await self.worker.proxy.send(about_pictures(request_id, media, TEXT, max_tokens))
+        self.worker.proxy.send(about_pictures(request_id, media, TEXT, max_tokens))
 
     async def encode(self, request_id: str, input_id: int, media: bytes, *, to: str = "w0", **changes: Any) -> None:
-        await self.worker.proxy.send(encode_order(request_id, input_id, media, to=to, **changes))
+        self.worker.proxy.send(encode_order(request_id, input_id, media, to=to, **changes))
 
     async def is_idle(self) -> bool:
         stats = await self.worker.role.thread.call(lambda engine: engine.stats(), 5.0)
@@ -127,7 +127,7 @@ async def test_every_end_of_an_item_leaves_nothing(
     async with serving(broker_url, redis, zmq_context) as setting:
         await setting.generate("aborted", [sign("red")])
         await setting.encode("aborted", 0, sign("red"))
-        await setting.worker.proxy.send(Abort("aborted"))
+        setting.worker.proxy.send(Abort("aborted"))
         await eventually(setting.is_idle)
         await setting.encode("aborted", 0, sign("red"), attempt=1)  # too late for anybody
         assert await _error(setting, "aborted") == "unavailable"

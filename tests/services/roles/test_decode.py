@@ -46,7 +46,7 @@ class Setting:
 
     async def generate(self, request_id: str, attempt: int = 0) -> None:
         sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
-        await self.worker.proxy.send(Generate(request_id, PROMPT, [], sampling, prefilled=True, attempt=attempt))
+        self.worker.proxy.send(Generate(request_id, PROMPT, [], sampling, prefilled=True, attempt=attempt))
 
     def offer(self, request_id: str, **changes: Any) -> KvOffer:
         deadline_s = time.monotonic() + 20
@@ -165,7 +165,7 @@ async def test_a_part_that_torch_cannot_make_is_refused_for_a_request_that_is_no
     await setting.send(offer, 0, 0, 0, shape=[0, 2**61, 2**61])
     assert await setting.receipt("r", 2) == (0, "corrupt")
     await setting.granted("another")
-    await setting.worker.proxy.send(Abort("another"))
+    setting.worker.proxy.send(Abort("another"))
 
 
 async def test_a_part_for_a_former_process_is_cancelled_and_one_from_an_impostor_ignored(setting: Setting) -> None:
@@ -204,7 +204,7 @@ async def test_signs_of_life_prolong_a_lease(setting: Setting) -> None:
     again: Grant = await setting.peer.message(Grant, "r", 2)
     assert again.num_parts == 0
     assert await setting.lease_until_s() > before_s
-    await setting.worker.proxy.send(Abort("r"))
+    setting.worker.proxy.send(Abort("r"))
 
 
 async def test_the_answer_to_a_repeated_offer_says_how_many_parts_are_here(setting: Setting) -> None:
@@ -229,7 +229,7 @@ async def test_an_abort_tells_the_sender_and_frees_everything(setting: Setting, 
     if stage == "started":
         await setting.send(offer, 0, 0, NUM_TOKENS)
         assert await setting.receipt("r") == (0, "stored")
-    await setting.worker.proxy.send(Abort("r"))
+    setting.worker.proxy.send(Abort("r"))
     await eventually(setting.is_idle, 2.0)
     if stage != "started":
         assert (await setting.peer.message(Grant, "r", 2 if stage == "granted" else 1)).status == "cancelled"
@@ -258,4 +258,4 @@ async def test_what_does_not_fit_the_request_or_itself_is_refused(setting: Setti
         setting.peer.send("metadata", setting.offer("r", attempt=number, **changes))
         grant = await setting.peer.message(Grant, "r", number + 1)
         assert (grant.status, grant.error.code) == ("refused", "internal_error"), "no fault of the client's"
-    await setting.worker.proxy.send(Abort("r"))
+    setting.worker.proxy.send(Abort("r"))

@@ -46,7 +46,7 @@ class Setting:
     peer: Peer
 
     async def encode(self, request_id: str, *, to: str = "peer", colour: str = "red", **changes: Any) -> None:
-        await self.worker.proxy.send(encode_order(request_id, 0, sign(colour), to=to, **changes))
+        self.worker.proxy.send(encode_order(request_id, 0, sign(colour), to=to, **changes))
 
     async def offer(self, request_id: str, count: int = 1) -> Offer:
         offer = await self.peer.message(Offer, request_id, count)
@@ -102,7 +102,7 @@ class Setting:
         return await self.worker.one(Encoded, request_id)
 
     async def abort(self, request_id: str) -> None:
-        await self.worker.proxy.send(Abort(request_id))
+        self.worker.proxy.send(Abort(request_id))
         await eventually(self.is_idle)
 
     def is_idle(self) -> bool:
@@ -259,7 +259,7 @@ async def test_an_output_leaves_for_another_who_waits_where_the_first_is_aborted
             await giving.encode(name)
             giving.peer.grant(await giving.offer(name))
         await giving.computing(2)
-        await giving.worker.proxy.send(Abort("first of two"))
+        giving.worker.proxy.send(Abort("first of two"))
         await giving.computing(1)
     tensor = await giving.peer.tensor()
     assert isinstance(tensor, PushedTensor)
@@ -277,7 +277,7 @@ async def test_equal_items_under_way_are_computed_once_for_those_that_are_not_ab
             setting.peer.grant(await setting.offer(name))
         await setting.computing(4)
         for name in aborted:
-            await setting.worker.proxy.send(Abort(name))
+            setting.worker.proxy.send(Abort(name))
         await setting.computing(2)
     tensors = [await setting.peer.tensor() for _ in range(2)]
     assert {tensor.header.request_id for tensor in tensors} == {"second", "third"}
@@ -413,7 +413,7 @@ async def test_more_items_than_the_queue_holds_are_refused_as_overload(setting: 
     assert reply.error.code == "overloaded"
     assert "limit is 4" in reply.error.message
     for number in range(4):
-        await setting.worker.proxy.send(Abort(f"r{number}"))
+        setting.worker.proxy.send(Abort(f"r{number}"))
     await eventually(setting.is_idle)
     assert len(setting.worker.answers) == 1
 
@@ -428,7 +428,7 @@ async def test_an_item_that_finds_no_room_is_not_preprocessed_before_there_is_so
     assert late.error is not None
     assert late.error.code == "timeout"
     assert setting.worker.gauge("preprocess_waiting") == 2  # it may be asked for again
-    await setting.worker.proxy.send(Abort("impatient"))
+    setting.worker.proxy.send(Abort("impatient"))
     await eventually(lambda: setting.worker.gauge("preprocess_waiting") == 1)
     assert [offer.request_id for offer in setting.peer.received if isinstance(offer, Offer)] == ["first"]
     setting.peer.grant(first, status="cached")
@@ -478,6 +478,6 @@ async def test_an_abort_frees_the_item_at_every_stage(setting: Setting, stage: s
 
 
 async def test_what_an_encoder_does_not_do_is_said(setting: Setting) -> None:
-    await setting.worker.proxy.send(Generate("r", [1], [], SamplingParams()))
+    setting.worker.proxy.send(Generate("r", [1], [], SamplingParams()))
     failed = await setting.worker.one(Failed, "r")
     assert "is an encoder" in failed.error.message

@@ -34,7 +34,7 @@ class Setting:
 
     async def prefill(self, request_id: str, *, attempt: int = 0, to: str = "peer", **sampling: Any) -> None:
         params = SamplingParams(**{"max_tokens": 4, "temperature": 0.0, **sampling})
-        await self.worker.proxy.send(Generate(request_id, PROMPT, [], params, prefill_for=to, attempt=attempt))
+        self.worker.proxy.send(Generate(request_id, PROMPT, [], params, prefill_for=to, attempt=attempt))
 
     async def offer(self, request_id: str, count: int = 1) -> KvOffer:
         offer = await self.peer.message(KvOffer, request_id, count)
@@ -164,7 +164,7 @@ async def test_a_receiver_that_vanishes_costs_a_retryable_error(
 async def test_what_is_not_wanted_any_more_is_withdrawn(setting: Setting) -> None:
     await setting.prefill("aborted")
     await setting.offer("aborted")
-    await setting.worker.proxy.send(Abort("aborted"))
+    setting.worker.proxy.send(Abort("aborted"))
     assert await setting.peer.message(Withdraw, "aborted") == Withdraw("aborted", KV_INPUT_ID, 0, "w0")
     await setting.prefill("done")
     setting.peer.grant(await setting.offer("done"), status="cached")
@@ -186,7 +186,7 @@ async def test_an_abort_ends_it_without_a_word(setting: Setting, stage: str) -> 
     if stage == "part":
         setting.peer.grant(offer)
         await setting.peer.tensor()
-    await setting.worker.proxy.send(Abort("r"))
+    setting.worker.proxy.send(Abort("r"))
     await eventually(setting.is_idle, 2.0)
     assert setting.worker.answers == []
 
@@ -228,20 +228,20 @@ async def test_an_offer_that_the_broker_has_forgotten_is_made_again(
 
 async def test_what_a_prefill_worker_does_not_do_is_said(setting: Setting) -> None:
     params = SamplingParams()
-    await setting.worker.proxy.send(Generate("whole", PROMPT, [], params))
-    await setting.worker.proxy.send(Generate("decode", PROMPT, [], params, prefilled=True))
+    setting.worker.proxy.send(Generate("whole", PROMPT, [], params))
+    setting.worker.proxy.send(Generate("decode", PROMPT, [], params, prefilled=True))
     for request_id in ("whole", "decode"):
         error = (await setting.prefilled(request_id)).error
         assert error is not None
         assert error.message.startswith("w0 is a prefill worker: a request has to name the decode worker")
-    await setting.worker.proxy.send(Encode("item", 0, 0, "image", "hash", b"", "w0", 0.0))
+    setting.worker.proxy.send(Encode("item", 0, 0, "image", "hash", b"", "w0", 0.0))
     refused = await setting.worker.one(Encoded, "item")
     assert refused.error is not None
     assert "has no encoder" in refused.error.message
 
 
 async def test_a_request_that_the_engine_refuses_is_told_as_a_prefill(setting: Setting) -> None:
-    await setting.worker.proxy.send(Generate("r", [10**6], [], SamplingParams(), prefill_for="peer"))
+    setting.worker.proxy.send(Generate("r", [10**6], [], SamplingParams(), prefill_for="peer"))
     ended = await setting.prefilled("r")
     assert ended.error is not None
     assert ended.error.code == "invalid_request"

@@ -69,7 +69,7 @@ async def test_a_prefill_worker_without_an_encoder_encodes_and_hands_on_what_it_
     async with apart(broker_url, redis, zmq_context, encoder_fallback=True) as workers:
         await workers.generate("r", prompt, sampling, inputs=slots)
         deadline_s = time.monotonic() + 20
-        await workers.prefill.proxy.send(Encode("r", 0, 0, "image", digest, media, "p0", deadline_s))
+        workers.prefill.proxy.send(Encode("r", 0, 0, "image", digest, media, "p0", deadline_s))
         assert await workers.tokens("r") == {0: expected.outputs[0].token_ids}
         assert workers.prefill.gauge("encoder_fallbacks_total") == 1
         decoded = await workers.counts(workers.decode)
@@ -185,7 +185,7 @@ async def test_a_drained_worker_loses_no_request(
 
 
 async def test_a_decode_worker_takes_only_what_is_prefilled(workers: Apart) -> None:
-    await workers.decode.proxy.send(Generate("r", [1, 2], [], SamplingParams()))
+    workers.decode.proxy.send(Generate("r", [1, 2], [], SamplingParams()))
     failed = await workers.decode.one(Failed, "r")
     assert failed.error.code == "invalid_request"
     assert failed.error.message.startswith("d0 is a decode worker: the prompt has to be prefilled elsewhere")

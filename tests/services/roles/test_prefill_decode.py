@@ -59,7 +59,7 @@ class Setting:
 
     async def generate(self, request_id: str, max_tokens: int = 4) -> Generate:
         message = about_pictures(request_id, [sign("red")], "What colour is the sign?", max_tokens)
-        await self.worker.proxy.send(message)
+        self.worker.proxy.send(message)
         return message
 
     async def granted(self, request_id: str) -> Offer:
@@ -144,11 +144,11 @@ async def test_a_request_that_comes_again_on_another_connection_is_told_that_it_
     await eventually(lambda: setting.worker.gauge("requests_outstanding") == 1)
     address = (await setting.worker.record()).requests_address
     async with worker_client(zmq_context, address, "the same proxy, anew") as again, asyncio.timeout(10):
-        await again.send(message)
+        again.send(message)
         failed = await again.receive()
     assert isinstance(failed, Failed)
     assert failed.error.code == "unavailable"
-    await setting.worker.proxy.send(Abort("r"))
+    setting.worker.proxy.send(Abort("r"))
     await eventually(lambda: setting.worker.gauge("requests_outstanding") == 0)
     assert setting.worker.answers == []
 
@@ -163,11 +163,11 @@ async def test_a_request_that_comes_again_on_a_newer_connection_of_its_proxy_sta
         worker_client(zmq_context, address, connection_id("p0", 7, 2)) as newer,
         asyncio.timeout(10),
     ):
-        await older.send(message)
+        older.send(message)
         await eventually(lambda: setting.worker.gauge("requests_outstanding") == 2)
-        await newer.send(message)
+        newer.send(message)
         await eventually(lambda: setting.worker.tally("handoffs").get("taken_over") == 1)
-        await older.send(Abort("s"))  # too late: it is the newer one's now
+        older.send(Abort("s"))  # too late: it is the newer one's now
         offer = setting.offer("s")
         setting.peer.send("metadata", offer)
         assert (await setting.peer.message(Grant, "s")).status == "granted"
@@ -175,7 +175,7 @@ async def test_a_request_that_comes_again_on_a_newer_connection_of_its_proxy_sta
         tokens = await newer.receive()
     assert isinstance(tokens, Tokens)
     assert tokens.offset == 0
-    await setting.worker.proxy.send(Abort("r"))
+    setting.worker.proxy.send(Abort("r"))
 
 
 async def test_a_proxy_that_dies_is_noticed_although_there_is_nothing_to_tell_it(
@@ -184,10 +184,10 @@ async def test_a_proxy_that_dies_is_noticed_although_there_is_nothing_to_tell_it
     message = msgspec.structs.replace(await setting.generate("r"), request_id="s")
     address = (await setting.worker.record()).requests_address
     async with worker_client(zmq_context, address, "mortal") as mortal:
-        await mortal.send(message)
+        mortal.send(message)
         await eventually(lambda: setting.worker.gauge("requests_outstanding") == 2)
     await eventually(lambda: setting.worker.gauge("requests_outstanding") == 1, SILENCE_S / 2)
-    await setting.worker.proxy.send(Abort("r"))
+    setting.worker.proxy.send(Abort("r"))
 
 
 async def test_offers_to_a_former_process_are_cancelled(
@@ -216,7 +216,7 @@ async def test_a_tensor_for_a_former_process_or_for_nobody_is_cancelled(setting:
     assert await setting.receipt("r") == "cancelled"
     await setting.deliver(setting.offer("nobody"))
     assert await setting.receipt("nobody") == "cancelled"
-    await setting.worker.proxy.send(Abort("r"))
+    setting.worker.proxy.send(Abort("r"))
 
 
 async def test_a_tensor_from_somebody_else_changes_nothing(setting: Setting) -> None:
@@ -287,7 +287,7 @@ async def test_a_tensor_that_comes_after_its_grant_has_expired_leaves_nothing(
         assert (await peer.message(Grant, "r", count=2)).status == "cancelled"  # the lease has ended
         await setting.deliver(offer)
         assert await setting.receipt("r") == "cancelled"
-        await worker.proxy.send(Abort("r"))
+        worker.proxy.send(Abort("r"))
         await eventually(setting.is_idle)
         cache = await worker.role.thread.call(lambda engine: engine.cache, 5.0)
         assert cache.used_bytes == 0
@@ -325,7 +325,7 @@ async def test_a_withdrawn_offer_frees_its_room_at_once_and_any_other_withdrawal
     assert await setting.receipt("r") == "cancelled"
     setting.peer.send("metadata", setting.offer("r", attempt=1))
     assert (await setting.peer.message(Grant, "r", count=2)).status == "granted"
-    await setting.worker.proxy.send(Abort("r"))
+    setting.worker.proxy.send(Abort("r"))
 
 
 async def test_with_too_many_offers_under_way_a_new_one_is_refused_as_overload(
@@ -339,7 +339,7 @@ async def test_with_too_many_offers_under_way_a_new_one_is_refused_as_overload(
     assert setting.worker.tally("handoffs") == {"granted": 1, "overflow": 1, "refused": 1}
     setting.peer.send("metadata", first)
     assert (await setting.peer.message(Grant, "r", count=2)).status == "granted", "the same one again is not a new one"
-    await setting.worker.proxy.send(Abort("r"))
+    setting.worker.proxy.send(Abort("r"))
 
 
 async def test_an_offer_whose_numbers_do_not_add_up_is_refused(setting: Setting) -> None:
@@ -351,7 +351,7 @@ async def test_an_offer_whose_numbers_do_not_add_up_is_refused(setting: Setting)
 
 async def test_an_abort_frees_the_room_and_cancels_what_comes_later(setting: Setting) -> None:
     offer = await setting.granted("r")
-    await setting.worker.proxy.send(Abort("r"))
+    setting.worker.proxy.send(Abort("r"))
     await eventually(setting.is_idle)
     await setting.deliver(offer)
     assert await setting.receipt("r") == "cancelled"
@@ -366,9 +366,9 @@ async def test_sequences_are_told_apart_and_one_can_be_stopped(setting: Setting)
     sampling = SamplingParams(
         n=3, max_tokens=100, temperature=1.0, seed=1, ignore_eos=True, logprobs=1, prompt_logprobs=0
     )
-    await setting.worker.proxy.send(Generate("r", ids, [], sampling, priority=-1))
+    setting.worker.proxy.send(Generate("r", ids, [], sampling, priority=-1))
     await eventually(lambda: len(setting.worker.of(Tokens, "r")) > 3)
-    await setting.worker.proxy.send(StopSequence("r", 0))
+    setting.worker.proxy.send(StopSequence("r", 0))
     await eventually(lambda: any(message.done for message in setting.worker.of(Tokens, "r")))
     messages = setting.worker.of(Tokens, "r")
     tokens = {index: [m for m in messages if m.index == index] for index in range(3)}
@@ -388,9 +388,9 @@ async def test_a_request_whose_answer_is_too_large_to_be_sent_ends_and_leaves_no
     text = TextProcessor(load_model_info("signpost"))
     ids = text.render_chat([{"role": "user", "content": "Which colours are there? " * 5}])
     long = SamplingParams(max_tokens=setting.worker.shell._info.max_model_len - len(ids), ignore_eos=True)
-    await setting.worker.proxy.send(Generate("small", ids, [], msgspec.structs.replace(long, max_tokens=50)))
+    setting.worker.proxy.send(Generate("small", ids, [], msgspec.structs.replace(long, max_tokens=50)))
     asked = Generate("large", ids, [], msgspec.structs.replace(long, prompt_logprobs=20), attempt=2)
-    await setting.worker.proxy.send(asked)
+    setting.worker.proxy.send(asked)
     failed = await setting.worker.one(Failed, "large")
     assert (failed.error.code, failed.attempt) == ("item_too_large", 2)
     assert "Tokens message has" in failed.error.message
@@ -403,11 +403,11 @@ async def test_a_resumed_request_goes_on_as_if_it_had_never_moved(setting: Setti
     text = TextProcessor(load_model_info("signpost"))
     ids = text.render_chat([{"role": "user", "content": "Which colours are there?"}])
     sampling = SamplingParams(n=2, max_tokens=12, temperature=1.0, seed=3, ignore_eos=True, frequency_penalty=0.5)
-    await setting.worker.proxy.send(Generate("whole", ids, [], sampling))
+    setting.worker.proxy.send(Generate("whole", ids, [], sampling))
     await eventually(lambda: any(message.done for message in setting.worker.of(Tokens, "whole")))
     whole = _sequences(setting.worker.of(Tokens, "whole"))
     resumed = [Resumed(0, whole[0][:5]), Resumed(1, whole[1][:2])]
-    await setting.worker.proxy.send(Generate("rest", ids, [], sampling, resumed=resumed))
+    setting.worker.proxy.send(Generate("rest", ids, [], sampling, resumed=resumed))
     await eventually(lambda: any(message.done for message in setting.worker.of(Tokens, "rest")))
     rest = setting.worker.of(Tokens, "rest")
     assert _sequences(rest) == {0: whole[0][5:], 1: whole[1][2:]}
@@ -436,7 +436,7 @@ async def test_a_proxy_that_reads_nothing_is_dropped_and_disturbs_nobody(
         for number in range(8):
             await deaf.send(encode(Generate(f"deaf-{number}", ids, [], endless)))
         await eventually(lambda: worker.gauge("requests_outstanding") == 8)
-        await worker.proxy.send(Generate("r", ids, [], SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)))
+        worker.proxy.send(Generate("r", ids, [], SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)))
         await eventually(lambda: any(message.done for message in worker.of(Tokens, "r")), 20.0)
         await eventually(lambda: worker.gauge("requests_outstanding") == 0, 20.0)
         stats = await worker.role.thread.call(lambda engine: engine.stats(), 5.0)
