@@ -28,7 +28,7 @@ from proxy.dispatch.encode_dispatcher import EncodeDispatcher
 from proxy.dispatch.jobs import Job, cache_keys
 from proxy.dispatch.placement import WHOLE, any_encodes
 from proxy.dispatch.prefill_dispatcher import PrefillDispatcher
-from proxy.dispatch.progress import BACKOFF_S, Action, Deadlines, Progress, Retries
+from proxy.dispatch.progress import BACKOFF_S, Action, Deadlines, Progress
 from proxy.dispatch.worker import Worker, WorkerEvent
 
 MAX_UNREAD: Final = 4096
@@ -64,8 +64,7 @@ class JobRunner:
         self._attempts = itertools.count(1)
         self._deadlines = Deadlines(self._events.put_nowait)
         self._encode = EncodeDispatcher(job, context, self._deadlines)
-        self._prefill: PrefillDispatcher | None = None  # where a worker apart from the decoder computes the prompt
-        self._prefill_retries = Retries("the prompt could not be computed")
+        self._prefill = PrefillDispatcher(job, self._cache_keys, context, self._encode, self._attempts, self._deadlines)
         self._decoder: Worker | None = None
         self._claimed_tokens = 0  # of the decoder's load
         self._attempt = 0  # of the decoder
@@ -93,7 +92,7 @@ class JobRunner:
 
     def uses(self, worker: Worker) -> bool:
         """Whether that worker runs any part of the job."""
-        return worker in (self._decoder, self._prefiller) or self._encode.uses(worker)
+        return worker in (self._decoder, self._prefill.worker) or self._encode.uses(worker)
 
     async def tokens(self) -> AsyncGenerator[Tokens]:
         """Run the job and yield the tokens as they come, each sequence in order and without repeats.
@@ -158,45 +157,38 @@ class JobRunner:
         """Whether this worker, in this attempt, is the decoder: the job may have come back to it."""
         return worker is self._decoder and attempt == self._attempt
 
-    @property
-    def _prefiller(self) -> Worker | None:
-        """The worker that computes the prompt for the decoder, while it does."""
-        return None if self._prefill is None else self._prefill.worker
-
     def _on_tokens(self, worker: Worker, message: Tokens) -> None:
         if not self._decodes(worker, message.attempt):
             return  # from a replaced attempt
         self._begun = True
-        if self._encode.pending and self._prefiller is None:
+        if self._encode.pending and self._prefill.worker is None:
             self._encode.read(worker)  # tokens need all inputs, whatever encoders still report
         news = self._progress.accept(message)
         if news is not None:
             self._news.append(news)
 
     def _on_needed(self, worker: Worker, message: InputNeeded) -> None:
-        decodes, prefill = self._decodes(worker, message.request_attempt), self._prefill
+        decodes = self._decodes(worker, message.request_attempt)
         if message.input_id != KV_INPUT_ID:
-            if decodes or (prefill is not None and prefill.runs_on(worker, message.request_attempt)):
+            if decodes or self._prefill.runs_on(worker, message.request_attempt):
                 self._encode.on_needed(worker, message)
         elif decodes:
             self._begun = False
-            if prefill is not None:
-                prefill.on_needed(message.attempt)
+            self._prefill.on_needed(message.attempt)
 
     def _on_prefilled(self, worker: Worker, message: Prefilled) -> None:
-        prefill = self._prefill
-        if prefill is None or not prefill.runs_on(worker, message.attempt):
+        if not self._prefill.runs_on(worker, message.attempt):
             return  # from a replaced attempt
         if message.error is not None:
-            self._on_prefill_lost(prefill, message.error, "prefill_error")
+            self._on_prefill_lost(message.error, "prefill_error")
             return
-        prefill.finish()
+        self._prefill.finish()
         self._news += self._progress.prefilled(message.prompt_logprobs)
 
     def _on_failed(self, worker: Worker, message: Failed) -> None:
-        error, prefill = message.error, self._prefill
-        if prefill is not None and prefill.runs_on(worker, message.attempt):
-            self._on_prefill_lost(prefill, error, "prefill_error")
+        error = message.error
+        if self._prefill.runs_on(worker, message.attempt):
+            self._on_prefill_lost(error, "prefill_error")
         elif self._decodes(worker, message.attempt):
             if error.code == "unavailable":  # for example, the decoder had lost this proxy and discarded all requests
                 self._move("decoder_error", pause_s=BACKOFF_S)
@@ -205,37 +197,35 @@ class JobRunner:
             if error.code == "overloaded":
                 self._context.metrics.refused.labels("worker").inc()
             raise self._job.error_of(error)
-        elif worker not in (self._decoder, self._prefiller):
+        elif worker not in (self._decoder, self._prefill.worker):
             self._encode.on_failed(worker, error)
 
     def _on_gone(self, worker: Worker) -> None:
         if worker is self._decoder:
             self._move("decoder_gone")
             return
-        if self._prefill is not None and worker is self._prefill.worker:
-            error = ErrorInfo("unavailable", f"{worker.instance_id} is gone")
-            self._on_prefill_lost(self._prefill, error, "prefill_gone")
+        if worker is self._prefill.worker:
+            self._on_prefill_lost(ErrorInfo("unavailable", f"{worker.instance_id} is gone"), "prefill_gone")
         self._encode.on_gone(worker)
 
     def _on_joined(self) -> None:
         """Place waiting work on a new worker."""
         if "place" in self._deadlines:
             self._place()
-        if self._prefill is not None:
-            self._prefill.on_joined()
+        self._prefill.on_joined()
         self._encode.on_joined()
 
-    def _on_prefill_lost(self, prefill: PrefillDispatcher, error: ErrorInfo, reason: str) -> None:
+    def _on_prefill_lost(self, error: ErrorInfo, reason: str) -> None:
         """Replace a lost prefill, unless the decoder has the whole prompt or must begin again, too."""
         pool, withholds = self._context.pool, self._progress.withholds
         final = not error.retryable and error.code != "internal_error"
         pairless = not pool.workers("prefill", matching=self._decoder) and bool(pool.workers(*WHOLE))
         if self._begun and not withholds:
-            prefill.finish()
+            self._prefill.finish()
         elif (withholds and not final) or (error.retryable and pairless):
             self._replace(reason, abort=True)
         else:
-            prefill.fail(error, reason)
+            self._prefill.fail(error, reason)
 
     def _move(self, reason: str, *, pause_s: float = 0.0, abort: bool = False) -> None:
         """Continue on another decoder. Sequences of full length end here."""
@@ -279,19 +269,7 @@ class JobRunner:
         log.debug("job placed", request=job.request_id, decoder=decoder.instance_id, attempt=self._attempt)
         decoder.send(job.message(resumed, prefilled=prefiller is not None, attempt=self._attempt))
         if prefiller is not None:
-            self._prefill = PrefillDispatcher(
-                job,
-                self._cache_keys,
-                context,
-                self._encode,
-                self._attempts,
-                self._deadlines,
-                self._prefill_retries,
-                decoder,
-                self._attempt,
-                resumed,
-            )
-            self._prefill.send(prefiller)
+            self._prefill.start(prefiller, decoder, self._attempt, resumed)
         elif job.media:
             self._encode.send_all(decoder, self._attempt)
 
@@ -300,8 +278,7 @@ class JobRunner:
         self._deadlines.set("inquiry", time.monotonic() + INQUIRY_S, self._inquire)
         if self._decoder is not None:
             self._decoder.notify(Inquiry(self._job.request_id, self._attempt))
-        if self._prefill is not None:
-            self._prefill.inquire()
+        self._prefill.inquire()
 
     def _stop_sequences(self) -> None:
         """Stop the sequences that have ended here while others go on."""
@@ -323,9 +300,7 @@ class JobRunner:
         decoder = self._release_decoder()
         if decoder is not None and abort:
             decoder.notify(Abort(self._job.request_id))
-        if self._prefill is not None:
-            self._prefill.stop()
-            self._prefill = None
+        self._prefill.stop()
         self._encode.recall()
 
     def _end(self) -> None:
@@ -337,7 +312,7 @@ class JobRunner:
         if self._progress.done:
             self._release_decoder()
             self._encode.finish()
-            if self._prefill is not None:
+            if self._prefill.worker is not None:
                 self._prefill.stop(abort=False)
             return
         self._context.metrics.aborts.inc(self._attempt > 0)  # else no worker had it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.errors import ErrorInfo, TriptychError
 from common.messages import Abort, Inquiry, Resumed
@@ -20,7 +20,7 @@ log = get_logger()
 
 @dataclass(eq=False, repr=False)
 class PrefillDispatcher:
-    """Runs the prefill of one job for one attempt of a decoder.
+    """Runs the prefills of one job, each for one attempt of a decoder, from `start` to `stop`.
 
     A newer attempt replaces older attempts on any worker. `attempt` is the number of the last one; decoders share the
     count. The inputs go along. Without a worker, or after failures of all workers, the prefill waits.
@@ -33,21 +33,25 @@ class PrefillDispatcher:
     _attempts: Iterator[int]
     """Numbers of coming attempts."""
     _deadlines: Deadlines
-    _retries: Retries
+    _retries: Retries = field(default_factory=lambda: Retries("the prompt could not be computed"))
     """Counted for all decoders of the job."""
-    _decoder: Worker
-    _decoder_attempt: int
-    _resumed: list[Resumed]
+    _decoder: Worker | None = None
+    """The decoder that gets the prompt from elsewhere, if one does."""
+    _decoder_attempt: int = 0
+    _resumed: list[Resumed] = field(default_factory=list)
     _sent_s: float = 0.0  # to `worker`
     _replaced: bool = False  # by a newer attempt, so that one attempt may run for nothing
+    attempt: int = 0
     worker: Worker | None = None
-    """The worker that computes the prompt."""
+    """The worker that computes the prompt, while it does."""
 
-    def __post_init__(self) -> None:
-        self.attempt = self._decoder_attempt
+    def start(self, worker: Worker, decoder: Worker, attempt: int, resumed: list[Resumed]) -> None:
+        """Send the prompt to a worker, for the `attempt` of a decoder. Raises as EncodeDispatcher does."""
+        self._decoder, self._decoder_attempt, self._resumed = decoder, attempt, resumed
+        self.attempt, self._replaced = attempt, False
+        self._send(worker, decoder)
 
-    def send(self, worker: Worker) -> None:
-        """Send the prompt to a worker. Raises as EncodeDispatcher does."""
+    def _send(self, worker: Worker, decoder: Worker) -> None:
         job = self._job
         self._deadlines.clear(self)
         self._sent_s = time.monotonic()
@@ -58,7 +62,7 @@ class PrefillDispatcher:
         worker.send(
             job.message(
                 self._resumed,
-                prefill_for=self._decoder.instance_id,
+                prefill_for=decoder.instance_id,
                 attempt=self.attempt,
                 prefill_for_attempt=self._decoder_attempt,
             )
@@ -78,8 +82,8 @@ class PrefillDispatcher:
         self._replaced = False
 
     def stop(self, *, abort: bool = True) -> None:
-        """Stop for good; `abort` the worker always, or only a superfluous repeat."""
-        worker = self.worker
+        """Stop until the next `start`; `abort` the worker always, or only a superfluous repeat."""
+        worker, self._decoder = self.worker, None
         self._deadlines.clear(self)
         if worker is not None:
             self._release()
@@ -101,7 +105,7 @@ class PrefillDispatcher:
 
     def on_needed(self, attempt: int) -> None:
         """Try again: the decoder did not get the prompt of `attempt` in time. Raises after too many times."""
-        if self in self._deadlines or attempt < self.attempt:
+        if self._decoder is None or self in self._deadlines or attempt < self.attempt:
             return
         worker = self.worker
         if worker is not None:
@@ -138,6 +142,7 @@ class PrefillDispatcher:
 
     def _place(self) -> None:
         context, decoder = self._context, self._decoder
+        assert decoder is not None
         worker = context.placer.choose_prefiller(
             context.pool, self._cache_keys, decoder, self._retries.failed_on, media=bool(self._job.media)
         )
@@ -148,7 +153,7 @@ class PrefillDispatcher:
             self._deadlines.set(self, time.monotonic() + left_s, self._place)
             return
         self.attempt = next(self._attempts)
-        self.send(worker)
+        self._send(worker, decoder)
 
     def _release(self) -> None:
         worker, self.worker = self.worker, None
