@@ -17,6 +17,7 @@ from typing import Any, Final, Literal, cast
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
 
 from broker.cluster.curve import OVERHEAD_BYTES, secure_client, secure_listener
 from common.errors import TriptychError
@@ -128,7 +129,13 @@ class WorkerClient:
     `identity` tells the worker the owner of requests: unique in the cluster and never used again, or the worker would
     keep requests of an abandoned connection. `life` is the `life_id` of the worker: by now, another process may have
     the address. Every message tells whose it is.
+
+    The connection reports connect and disconnect: the operating system closes a dead process's sockets at once, while
+    the registry entry stays for seconds.
     """
+
+    connected = False
+    """Whether `opened` has seen the connection."""
 
     def __init__(
         self,
@@ -146,14 +153,24 @@ class WorkerClient:
         self._socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FROM_WORKER_BYTES + OVERHEAD_BYTES)
         secure_client(self._socket)
-        self._watch(self._socket)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._socket.connect(address)
         self.address = address
         self.life = life
         self._on_invalid = on_invalid
 
-    def _watch(self, socket: zmq.asyncio.Socket) -> None:
-        """For subclasses: the socket is about to connect."""
+    async def opened(self) -> bool:
+        """Return once connected, or False after a refused try; never where no process answers."""
+        self.connected = await self._next_event() == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        return self.connected
+
+    async def lost(self) -> None:
+        """Return once the connection is lost."""
+        while await self._next_event() != zmq.EVENT_DISCONNECTED:
+            pass
+
+    async def _next_event(self) -> int:
+        return int(parse_monitor_message(await self._monitor.recv_multipart())["event"])
 
     def send(self, message: ToWorker) -> None:
         """Send without waiting. Raises TriptychError: "unavailable" for a full queue, "item_too_large" above a cap."""
@@ -185,6 +202,8 @@ class WorkerClient:
 
     def close(self, linger_ms: int = 0) -> None:
         """Close without waiting; the last messages have `linger_ms` to leave."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close(linger=linger_ms)
 
 

@@ -6,10 +6,6 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import Literal
 
-import zmq
-import zmq.asyncio
-from zmq.utils.monitor import parse_monitor_message
-
 from broker.cluster.rpc import WorkerClient
 from common.errors import TriptychError
 from common.messages import InstanceRecord, ToWorker
@@ -32,7 +28,7 @@ class Worker:
     """One life of a worker process; a restarted worker is another `Worker`."""
 
     record: InstanceRecord
-    client: WatchedClient
+    client: WorkerClient
     load: Load = field(default_factory=Load)
     admitted: bool = False
     """Whether the worker may get work: it has been connected."""
@@ -57,34 +53,3 @@ class Worker:
         """Send a message that may be lost: a worker without connection learns from the silence of this proxy."""
         with contextlib.suppress(TriptychError):
             self.send(message)
-
-
-class WatchedClient(WorkerClient):
-    """A connection that reports connect and disconnect.
-
-    The operating system closes a dead process's sockets at once; the registry entry stays for seconds.
-    """
-
-    connected = False
-    """Whether `opened` has seen the connection."""
-
-    async def opened(self) -> bool:
-        """Return once connected, or False after a refused try; never where no process answers."""
-        self.connected = await self._next_event() == zmq.EVENT_HANDSHAKE_SUCCEEDED
-        return self.connected
-
-    async def lost(self) -> None:
-        """Return once the connection is lost."""
-        while await self._next_event() != zmq.EVENT_DISCONNECTED:
-            pass
-
-    async def _next_event(self) -> int:
-        return int(parse_monitor_message(await self._monitor.recv_multipart())["event"])
-
-    def _watch(self, socket: zmq.asyncio.Socket) -> None:
-        self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-
-    def close(self, linger_ms: int = 0) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        super().close(linger_ms)

@@ -15,12 +15,12 @@ import zmq.asyncio
 from redis.exceptions import RedisError
 
 from broker.cluster.registry import HEARTBEAT_S, RECORD_TTL_S, Registry, incompatibility
-from broker.cluster.rpc import connection_id, life_id
+from broker.cluster.rpc import WorkerClient, connection_id, life_id
 from common.errors import TriptychError
 from common.messages import Abort, FromWorker, Heartbeat, InstanceRecord, Placed, Role
 from common.telemetry import get_logger
 from proxy.dispatch.registry_watch import POLL_S, RegistryWatch
-from proxy.dispatch.worker import WatchedClient, Worker
+from proxy.dispatch.worker import Worker
 
 ABSENCE_S: Final = 2.0
 """Absence from the registry after which a worker is gone."""
@@ -221,7 +221,7 @@ class WorkerPool:
             return
         self.refused.pop(record.instance_id, None)
         life = life_id(record.instance_id, record.epoch)
-        client = WatchedClient(
+        client = WorkerClient(
             self._context, record.requests_address, next(self._identities), self._listener.on_invalid, life
         )
         worker = Worker(record, client)

@@ -29,7 +29,6 @@ from common.keys import ClusterKey
 from common.messages import Abort, Failed, Generate, Heartbeat, Inquiry, InstanceRecord, Role, ToWorker
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
-from proxy.dispatch.worker import WatchedClient
 from services.process.drain import VARIABLE, DrainMarker
 from services.process.engine_thread import EngineThread
 from services.worker_context import WorkerContext
@@ -260,7 +259,7 @@ async def test_an_engine_that_hangs_ends_the_process_and_its_place_in_the_cluste
     async with worker(broker_url, redis, step_timeout_s=0.4) as running:
         address = (await running.record()).requests_address
         assert running.shell.health() is None
-        with closing(WatchedClient(zmq_context, address, "p0")) as proxy:
+        with closing(WorkerClient(zmq_context, address, "p0")) as proxy:
             proxy.send(Heartbeat())
             running.role.thread.submit(lambda _: release.wait(20) and None)
             async with asyncio.timeout(10):

@@ -63,7 +63,7 @@ class Cluster:
         self.network = Network()
         self.stack.enter_context(
             patch(
-                "proxy.dispatch.worker_pool.WatchedClient",
+                "proxy.dispatch.worker_pool.WorkerClient",
                 lambda _, where, name, __, life: SimulatedClient(self.network, where, name, life),
             )
         )

@@ -261,7 +261,7 @@ class SimulatedServer:
 
 
 class SimulatedClient:
-    """Stands in for proxy.dispatch.worker.WatchedClient."""
+    """Stands in for broker.cluster.rpc.WorkerClient."""
 
     connected = True
 

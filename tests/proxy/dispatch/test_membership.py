@@ -14,11 +14,11 @@ import openai
 import pytest
 import zmq.asyncio
 
+from broker.cluster.rpc import WorkerClient
 from common.errors import ErrorInfo
 from common.messages import Encode, Generate
 from proxy.dispatch.jobs import MediaItem
 from proxy.dispatch.placement import pick_encoder
-from proxy.dispatch.worker import WatchedClient
 from proxy.dispatch.worker_pool import WorkerPool
 from tests.proxy.conftest import ProxyHarness, eventually
 from tests.proxy.fake_decoders import FakeDecoder
@@ -81,14 +81,14 @@ async def test_a_worker_that_got_the_port_of_a_dead_one_is_not_taken_for_it(rig)
 async def test_requests_that_wait_are_spread_over_workers_that_are_found_together(serve, monkeypatch):
     """As after a restart of the proxy: of several connections one is the first."""
     monkeypatch.setattr("proxy.dispatch.worker_pool.TOGETHER_S", 1000.0)
-    opened, held, late = WatchedClient.opened, asyncio.Event(), []
+    opened, held, late = WorkerClient.opened, asyncio.Event(), []
 
-    async def opened_in_turn(client: WatchedClient) -> bool:
+    async def opened_in_turn(client: WorkerClient) -> bool:
         if client.address in late:
             await held.wait()
         return await opened(client)
 
-    monkeypatch.setattr(WatchedClient, "opened", opened_in_turn)
+    monkeypatch.setattr(WorkerClient, "opened", opened_in_turn)
     async with serve() as rig:
         await rig.cluster.decoders[0].die()
         await rig.wait_for_workers()
