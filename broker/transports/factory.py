@@ -47,13 +47,27 @@ DeviceSender: TypeAlias = CudaSender | NixlCudaSender
 
 @dataclass(frozen=True)
 class TransportContext:
-    """The means of a process that listens on `host`, a numeric address. `cuda` is set for an engine on a GPU."""
+    """The setting and the means of a process that listens on `host`, a numeric address.
+
+    `cuda` is set for an engine on a GPU. Raises TriptychError("invalid_request") if this host lacks the transport.
+    """
 
     context: zmq.asyncio.Context
     host: str = "127.0.0.1"
+    transport: Transport = "auto"
     redis: Redis | None = None
     cluster: str = "triptych"
     cuda: CudaRuntime | None = None
+
+    def __post_init__(self) -> None:
+        if self.transport == "cuda" and self.cuda is None:
+            raise _unusable("cuda: this engine does not compute on a GPU; use another --transport")
+        if self.transport == "nixl" and nixl_library.module_name() is None:
+            raise _unusable(
+                "nixl: NIXL is not installed here: pip install 'triptych[nixl]', or use another --transport"
+            )
+        if self.transport == "redis" and self.redis is None:
+            raise _unusable("redis: no broker is known; give --broker")
 
     @cached_property
     def nixl_agent(self) -> NixlAgent:
@@ -61,19 +75,16 @@ class TransportContext:
         return NixlAgent(self.host)
 
 
-def make_receivers(
-    means: TransportContext, transport: Transport, max_bytes: int, stale_s: float, on_arrival: OnArrival
-) -> list[Receiver]:
+def make_receivers(means: TransportContext, max_bytes: int, stale_s: float, on_arrival: OnArrival) -> list[Receiver]:
     """Make the receiving ends of a setting on the running loop. See TensorReceiver for the bounds.
 
-    Raises TriptychError("invalid_request") if this host lacks the wanted transport.
+    Raises TriptychError("invalid_request") if NIXL is wanted, and does not start.
     """
-    _check(means, transport)
     receivers: list[Receiver] = []
     nixl: list[tuple[ReceiveMemory, int]] = []  # with the largest tensor of each
-    if (cuda := _cuda_of(means, transport)) is not None:
-        receivers.append(CudaReceiver(cuda, on_arrival, max_bytes=max_bytes))
-    transport = _of_the_host(transport)
+    if means.cuda is not None and means.transport in ("cuda", "auto"):
+        receivers.append(CudaReceiver(means.cuda, on_arrival, max_bytes=max_bytes))
+    transport = _of_the_host(means.transport)
     if transport in ("zmq", "auto"):
         receivers.append(ZmqReceiver(means.context, means.host, on_arrival, max_bytes=max_bytes, stale_s=stale_s))
     if transport in ("shm", "auto"):
@@ -94,10 +105,9 @@ def make_receivers(
     return receivers
 
 
-def make_connectors(means: TransportContext, transport: Transport) -> dict[str, Connector]:
-    """How to connect for bytes of the host, by scheme, the best first. Raises as `make_receivers`."""
-    _check(means, transport)
-    transport = _of_the_host(transport)
+def make_connectors(means: TransportContext) -> dict[str, Connector]:
+    """How to connect for bytes of the host, by scheme, the best first."""
+    transport = _of_the_host(means.transport)
     connectors: dict[str, Connector] = {}
     if transport in ("shm", "auto"):
         connectors[ShmConnection.scheme] = ShmConnection
@@ -111,12 +121,12 @@ def make_connectors(means: TransportContext, transport: Transport) -> dict[str, 
     return connectors
 
 
-def make_device_senders(means: TransportContext, transport: Transport) -> list[DeviceSender]:
+def make_device_senders(means: TransportContext) -> list[DeviceSender]:
     """Make the senders for a GPU's memory, the best first; none without a GPU or if the setting excludes GPUs."""
     senders: list[DeviceSender] = []
-    if (cuda := _cuda_of(means, transport)) is not None:
-        senders.append(CudaSender(cuda))
-    if means.cuda is not None and transport in ("nixl", "auto") and nixl_library.module_name() is not None:
+    if means.cuda is not None and means.transport in ("cuda", "auto"):
+        senders.append(CudaSender(means.cuda))
+    if means.cuda is not None and means.transport in ("nixl", "auto") and nixl_library.module_name() is not None:
         senders.append(NixlCudaSender(means.context, means.cuda, means.nixl_agent))
     return senders
 
@@ -136,23 +146,9 @@ def _takes_from_gpus(transport: Transport, host: str) -> bool:
     return transport == "auto" and nixl_library.module_name() is not None and nixl_library.has_rdma(host)
 
 
-def _cuda_of(means: TransportContext, transport: Transport) -> CudaRuntime | None:
-    return means.cuda if transport in ("cuda", "auto") else None
-
-
 def _of_the_host(transport: Transport) -> Transport:
     """Return the setting for tensors in host memory."""
     return "auto" if transport == "cuda" else transport
-
-
-def _check(means: TransportContext, transport: Transport) -> None:
-    """Raise TriptychError("invalid_request") if this host lacks the transport."""
-    if transport == "cuda" and means.cuda is None:
-        raise _unusable("cuda: this engine does not compute on a GPU; use another --transport")
-    if transport == "nixl" and nixl_library.module_name() is None:
-        raise _unusable("nixl: NIXL is not installed here: pip install 'triptych[nixl]', or use another --transport")
-    if transport == "redis" and means.redis is None:
-        raise _unusable("redis: no broker is known; give --broker")
 
 
 def _unusable(why: str) -> TriptychError:

@@ -81,8 +81,8 @@ class TensorReceiver:
         """
         self._arrival = asyncio.Event()
         self._ready: deque[Receiver] = deque()  # that may have a tensor
-        means = TransportContext(context, host, redis, cluster, cuda)
-        self._receivers = make_receivers(means, transport, max_bytes, stale_s, self._note_arrival)
+        means = TransportContext(context, host, transport, redis, cluster, cuda)
+        self._receivers = make_receivers(means, max_bytes, stale_s, self._note_arrival)
         self._ready.extend(self._receivers)
         self.address = " ".join(receiver.address for receiver in self._receivers)
         self._turn_began_s = 0.0
@@ -145,10 +145,9 @@ class TensorSender:
         cuda: CudaRuntime | None = None,
     ) -> None:
         """Listen for answers on `host`. Raises TriptychError("invalid_request") if this host lacks the transport."""
-        self._means = means = TransportContext(context, host, redis, cuda=cuda)
-        self._connectors = make_connectors(means, transport)
-        self._devices = make_device_senders(means, transport)
-        self._only_cuda = transport == "cuda"
+        self._means = means = TransportContext(context, host, transport, redis, cuda=cuda)
+        self._connectors = make_connectors(means)
+        self._devices = make_device_senders(means)
         self._routes: dict[str, Route] = {}
         self.num_sent: Counter[str] = Counter()
         """Tensors by the scheme that carried them."""
@@ -163,7 +162,7 @@ class TensorSender:
         route = self._routes.get(receiver.tensor_address)
         if route is None:
             route = self._routes[receiver.tensor_address] = Route(
-                receiver, self._connectors, self._devices, self.num_fallbacks, only_cuda=self._only_cuda
+                receiver, self._connectors, self._devices, self.num_fallbacks, only_cuda=self._means.transport == "cuda"
             )
         scheme = route.send_now(header, data) or await route.send(header, data, time.monotonic() + timeout_s)
         self.num_sent[scheme] += 1

@@ -91,7 +91,7 @@ class Kit:
     def connection(self, address: str) -> Connection:
         """The bare connection below the facade."""
         assert self.transport != "nixl+cuda"
-        (make,) = make_connectors(TransportContext(self.context, redis=self.redis), self.transport).values()
+        (make,) = make_connectors(TransportContext(self.context, transport=self.transport, redis=self.redis)).values()
         self._ends.append(connection := make(address))
         return connection
 
