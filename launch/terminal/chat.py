@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TextIO
 
@@ -20,30 +19,6 @@ HELP: Final = """  /image PATH   send a picture with the next question; several 
   /exit         leave, like Ctrl-D; Ctrl-C stops an answer"""
 
 
-@dataclass
-class Conversation:
-    """The messages so far, and pictures that wait for the next question."""
-
-    system: str = ""
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    pictures: list[Media] = field(default_factory=list)
-
-    def ask(self, text: str) -> ClientRequest:
-        """Return the request of a question: the history, the waiting pictures, the text."""
-        first = [{"role": "system", "content": self.system}] if self.system else []
-        return ClientRequest("chat", text, tuple(self.pictures), (*first, *self.messages))
-
-    def add(self, question: ClientRequest, answer: str) -> None:
-        """Keep a question with its answer, or with the part that came before Ctrl-C."""
-        self.messages += [question.message, {"role": "assistant", "content": answer}]
-        self.pictures.clear()
-
-    def clear(self) -> None:
-        """Forget all but the system's message."""
-        self.messages.clear()
-        self.pictures.clear()
-
-
 class Chat:
     """A person's side of a conversation: reads lines, prints answers as they come."""
 
@@ -52,7 +27,9 @@ class Chat:
         self._lines = lines
         self._out = out
         self._terminal = terminal
-        self._conversation = Conversation(system)
+        self._opening = [{"role": "system", "content": system}] if system else []
+        self._messages: list[dict[str, Any]] = []
+        self._pictures: list[Media] = []  # go with the next question
         self._failed = False
 
     def run(self) -> int:
@@ -81,7 +58,8 @@ class Chat:
             if command == "/exit":
                 return
             if command == "/new":
-                self._conversation.clear()
+                self._messages.clear()
+                self._pictures.clear()
                 self._say("a new conversation")
             elif command == "/image":
                 self._attach(argument.strip())
@@ -115,11 +93,12 @@ class Chat:
         if media.type.startswith("audio/"):
             self._fail(f"{path} is a recording: triptych request {path} transcribes it")
             return
-        self._conversation.pictures.append(media)
+        self._pictures.append(media)
         self._say(f"{media.name} goes with the next question")
 
     def _answer(self, runner: asyncio.Runner, client: ApiClient, text: str) -> None:
-        question, pieces = self._conversation.ask(text), list[str]()
+        question = ClientRequest("chat", text, tuple(self._pictures), (*self._opening, *self._messages))
+        pieces: list[str] = []
 
         def show(piece: str) -> None:
             pieces.append(piece)
@@ -138,7 +117,8 @@ class Chat:
                 self._fail(outcome.error)
                 return
             self._say(_figures(outcome))
-        self._conversation.add(question, "".join(pieces))
+        self._messages += [question.message, {"role": "assistant", "content": "".join(pieces)}]
+        self._pictures.clear()
 
     def _say(self, text: str) -> None:
         """Print a line that is no answer, to a person alone."""
