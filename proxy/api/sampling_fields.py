@@ -185,20 +185,16 @@ class GenerationRequest(StructuredFields, ABC):
         return SamplingParams(
             **self._search(defaults),
             **self._chosen(defaults, "repetition_penalty"),
+            **self._chosen({}, "min_tokens", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size"),
+            **self._chosen({}, "prompt_logprobs", "ignore_eos"),
             max_tokens=max_tokens,
-            min_tokens=self.min_tokens or 0,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            no_repeat_ngram_size=self.no_repeat_ngram_size or 0,
             logit_bias=_token_keys(self.logit_bias) if self.logit_bias else {},
             allowed_token_ids=allowed,
             bad_words=bad_words,
             bad_words_ids=bad_words_ids(text, bad_words) if bad_words else (),
             logprobs=logprobs,
-            prompt_logprobs=self.prompt_logprobs,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=bool(self.ignore_eos),
             grammar=None if constraint is None else constraint.grammar,
             adapter=adapter,
         ).validate()
@@ -219,9 +215,8 @@ class GenerationRequest(StructuredFields, ABC):
             return {
                 "n": self.num_choices,
                 "beam_width": self.width,
-                "length_penalty": 1.0 if self.length_penalty is None else self.length_penalty,
-                "early_stopping": bool(self.early_stopping),
                 "temperature": 0.0,
+                **self._chosen({}, "length_penalty", "early_stopping"),
             }
         for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
             if getattr(self, name) not in (None, default):
