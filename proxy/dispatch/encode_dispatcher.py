@@ -57,7 +57,7 @@ class EncodeDispatcher:
         self.pending: set[_Item] = set()
         """Items that are at an encoder or wait for one."""
         self.used: set[Worker] = set()
-        """Live encoders that have received an item."""
+        """Encoders that have received an item."""
         self._unanswered: set[tuple[Worker, int, int]] = set()  # replaced attempts that may still run
 
     def send_all(self, destination: Worker, request_attempt: int) -> None:
@@ -128,15 +128,15 @@ class EncodeDispatcher:
         elif item not in self.pending:  # in place before, and evicted: no failure
             self._again(item, "input_needed")
 
-    def on_gone(self, worker: Worker) -> None:
-        """Resend the items of a lost encoder. Raises without encoders."""
-        self.used.discard(worker)
-        error = ErrorInfo("unavailable", f"{worker.instance_id} is gone")
-        self._retry_all(worker, error, "encoder_gone", answered=True)
+    def on_lost(self, worker: Worker, error: ErrorInfo, reason: str, *, answered: bool) -> None:
+        """Resend the items of an encoder that is gone, or has lost the job. Raises without encoders.
 
-    def on_failed(self, worker: Worker, error: ErrorInfo) -> None:
-        """Resend the items of an encoder after a lost connection. Raises without encoders."""
-        self._retry_all(worker, error, "encoder_error", answered=False)  # the last attempt may have come later
+        The last attempts are over (`answered`), or may still run for nothing.
+        """
+        for item in self._items.values():
+            if item.encoder is worker:
+                self._release(item, answered=answered)
+                self._retry(item, worker, error, reason)
 
     def on_joined(self) -> None:
         """Send waiting items to a new worker."""
@@ -159,12 +159,6 @@ class EncodeDispatcher:
         limit = f"{worker.instance_id} did not answer within {self._context.handoff_timeout_s:g} s"
         self._release(item, answered=False)
         self._retry(item, worker, ErrorInfo("timeout", limit, item.media.param), "silent")
-
-    def _retry_all(self, worker: Worker, error: ErrorInfo, reason: str, *, answered: bool) -> None:
-        for item in self._items.values():
-            if item.encoder is worker:
-                self._release(item, answered=answered)
-                self._retry(item, worker, error, reason)
 
     def _retry(self, item: _Item, worker: Worker, error: ErrorInfo, reason: str) -> None:
         item.retries.failed(worker.instance_id, error)

@@ -198,15 +198,16 @@ class JobRunner:
                 self._context.metrics.refused.labels("worker").inc()
             raise self._job.error_of(error)
         elif worker not in (self._decoder, self._prefill.worker):
-            self._encode.on_failed(worker, error)
+            self._encode.on_lost(worker, error, "encoder_error", answered=False)  # an attempt may have come later
 
     def _on_gone(self, worker: Worker) -> None:
         if worker is self._decoder:
             self._move("decoder_gone")
             return
+        error = ErrorInfo("unavailable", f"{worker.instance_id} is gone")
         if worker is self._prefill.worker:
-            self._on_prefill_lost(ErrorInfo("unavailable", f"{worker.instance_id} is gone"), "prefill_gone")
-        self._encode.on_gone(worker)
+            self._on_prefill_lost(error, "prefill_gone")
+        self._encode.on_lost(worker, error, "encoder_gone", answered=True)
 
     def _on_joined(self) -> None:
         """Place waiting work on a new worker."""
@@ -223,17 +224,16 @@ class JobRunner:
         if self._begun and not withholds:
             self._prefill.finish()
         elif (withholds and not final) or (error.retryable and pairless):
-            self._replace(reason, abort=True)
+            self._move(reason, abort=True)
         else:
             self._prefill.fail(error, reason)
 
     def _move(self, reason: str, *, pause_s: float = 0.0, abort: bool = False) -> None:
-        """Continue on another decoder. Sequences of full length end here."""
-        self._news += self._progress.close(self._job.enough)
-        self._replace(reason, pause_s=pause_s, abort=abort)
+        """Place the rest of the job anew, after `pause_s`; sequences of full length end here.
 
-    def _replace(self, reason: str, *, pause_s: float = 0.0, abort: bool = False) -> None:
-        """Place the rest of the job anew, after `pause_s`. Raises as `_place` does, and after MAX_MOVES."""
+        Raises as `_place` does, and after MAX_MOVES.
+        """
+        self._news += self._progress.close(self._job.enough)
         self._withdraw(abort=abort)
         if self._progress.done:
             return
