@@ -31,13 +31,9 @@ class DispatchContext:
         """Whether a wait from `since_s` until now took at least half of the longest step of a handoff."""
         return time.monotonic() - since_s >= self.handoff_timeout_s / 2
 
-    def patience_s(self, absent_s: float) -> float:
-        """Return how much longer to wait for a role without worker since `absent_s`; 0 or less: give up."""
-        return self.handoff_timeout_s - absent_s
-
     def wait_s(self) -> float:
         """Return how long to wait for the missing workers. Raises TriptychError("unavailable") after too long."""
-        left_s = self.patience_s(absent_s(self.pool))
+        left_s = self.handoff_timeout_s - absent_s(self.pool)
         if left_s <= 0:
             raise TriptychError("unavailable", f"no {missing(self.pool)} is ready; try again shortly")
         return left_s if self.pool.has_looked else min(left_s, FIRST_LOOK_S)

@@ -190,7 +190,7 @@ class EncodeDispatcher:
         assert destination is not None
         now_s = time.monotonic()
         if encoder is None:
-            left_s = context.patience_s(context.pool.absent_s("encoder", matching=destination))
+            left_s = context.handoff_timeout_s - context.pool.absent_s("encoder", matching=destination)
             if left_s <= 0 and not any_encodes(context.pool):
                 raise TriptychError("unavailable", "no encoder is ready; try again shortly", item.media.param)
             self._wait(item, now_s + max(0.0, left_s))  # stranded: the job may move to where it can be encoded

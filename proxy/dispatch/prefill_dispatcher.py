@@ -147,7 +147,7 @@ class PrefillDispatcher:
             context.pool, self._cache_keys, decoder, self._retries.failed_on, media=bool(self._job.media)
         )
         if worker is None:
-            left_s = context.patience_s(context.pool.absent_s("prefill", matching=decoder))
+            left_s = context.handoff_timeout_s - context.pool.absent_s("prefill", matching=decoder)
             if left_s <= 0:
                 raise TriptychError("unavailable", "no prefill worker is ready; try again shortly")
             self._deadlines.set(self, time.monotonic() + left_s, self._place)
