@@ -66,17 +66,17 @@ class JobRunner:
         self._encode = EncodeDispatcher(job, context, self._deadlines)
         self._prefill = PrefillDispatcher(job, self._cache_keys, context, self._encode, self._attempts, self._deadlines)
         self._decoder: Worker | None = None
-        self._claimed_tokens = 0  # of the decoder's load
+        sampling = job.sampling
+        self._num_tokens = len(job.prompt_token_ids) + sampling.max_tokens * sampling.num_sequences  # at most
         self._attempt = 0  # of the decoder
         self._begun = False  # the decoder has sent tokens, and has the prompt unless the prompt is needed again
         self._moves = 0
         self._stopped: set[int] = set()
-        self._abandoned = False
         self._ended = False
 
     def post(self, worker: Worker, event: Event) -> None:
         """Add a message or an event of a worker. With too many unread the job ends; a later reader gets an error."""
-        if self._abandoned:
+        if self._ended:
             return
         self._events.put_nowait((worker, event))
         if self._events.qsize() > MAX_UNREAD:
@@ -84,7 +84,6 @@ class JobRunner:
 
     def _abandon(self) -> None:
         log.warning("nobody reads the tokens, request ends", request=self._job.request_id, unread=MAX_UNREAD)
-        self._abandoned = True
         self._context.metrics.unread_answers.inc()
         while not self._events.empty():
             self._events.get_nowait()
@@ -124,7 +123,7 @@ class JobRunner:
 
     async def _step(self) -> None:
         """Handle the next event or due deadline."""
-        if self._abandoned:
+        if self._ended:
             text = f"more than {MAX_UNREAD} pieces of the answer were not read: it was ended"
             raise TriptychError("timeout", text)
         if time.monotonic() >= self._deadline_s:  # before all events: a worker may never cease to send them
@@ -258,11 +257,9 @@ class JobRunner:
             self._deadlines.set("place", time.monotonic() + context.wait_s(), self._place)
             return
         decoder, prefiller = placement.decoder, placement.prefiller
-        sampling = job.sampling
-        num_tokens = len(job.prompt_token_ids) + sampling.max_tokens * sampling.num_sequences
         decoder.load.requests += 1
-        decoder.load.tokens += num_tokens
-        self._decoder, self._claimed_tokens, self._attempt = decoder, num_tokens, next(self._attempts)
+        decoder.load.tokens += self._num_tokens
+        self._decoder, self._attempt = decoder, next(self._attempts)
         self._deadlines.clear("place")
         self._deadlines.set("inquiry", time.monotonic() + INQUIRY_S, self._inquire)
         resumed = self._progress.start(job.enough, prefilled=prefiller is not None)
@@ -292,7 +289,7 @@ class JobRunner:
         self._deadlines.clear("inquiry")
         if decoder is not None:
             decoder.load.requests -= 1
-            decoder.load.tokens -= self._claimed_tokens
+            decoder.load.tokens -= self._num_tokens
         return decoder
 
     def _withdraw(self, *, abort: bool) -> None:
