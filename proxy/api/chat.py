@@ -91,7 +91,8 @@ async def begin_answer(service: Service, context: RequestContext, body: ChatRequ
         "created": int(context.created_s),
         "model": body.model or service.model_name,
     }
-    return ChatAnswer(body, service, source, opened, head)
+    shapes = LogprobShapes(service.token_texts, body.num_logprobs or 0, bool(body.return_tokens_as_token_ids))
+    return ChatAnswer(body, service, source, opened, head, shapes)
 
 
 @dataclass
@@ -106,14 +107,9 @@ class ChatAnswer:
     source: TextStream | Speech
     opened: bool | None
     head: dict[str, Any]
+    shapes: LogprobShapes
     _parsers: dict[int, AnswerParser] = field(default_factory=dict)
     _calls: dict[int, CallDeltas] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        body = self.body
-        self.shapes = LogprobShapes(
-            self.service.token_texts, body.num_logprobs or 0, bool(body.return_tokens_as_token_ids)
-        )
 
     async def choices(self, deltas: AsyncGenerator[Delta]) -> list[Choice]:
         """Return the complete choices."""

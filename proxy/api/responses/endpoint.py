@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 
 from common.errors import TriptychError
 from proxy.api.chat import ChatAnswer, begin_answer
-from proxy.api.openai_types import ChatRequest, parse
+from proxy.api.openai_types import parse
 from proxy.api.responses.output import Event, ResponseOutput
 from proxy.api.responses.request import ResponsesRequest, messages_of, renamed
 from proxy.dispatch.text_stream import Delta, Usage
@@ -31,7 +31,7 @@ async def responses(service: Service, context: RequestContext) -> AsyncGenerator
         answer = await begin_answer(service, context, chat)
     except TriptychError as error:
         raise renamed(error) from None
-    response = _Response(service, body, chat, answer, int(context.created_s))
+    response = _Response(service, body, answer, ResponseOutput(service.dialect))
     async with aclosing(answer.source.deltas()) as deltas:
         try:
             async for delta in deltas:
@@ -61,15 +61,11 @@ class _Response:
 
     service: Service
     body: ResponsesRequest
-    chat: ChatRequest
     answer: ChatAnswer
-    created_s: int
+    output: ResponseOutput
     finish: str | None = None
     error: dict[str, Any] | None = None
     num_events: int = 0
-
-    def __post_init__(self) -> None:
-        self.output = ResponseOutput(self.service.dialect)
 
     def sse(self, event: Event) -> Sse:
         self.num_events += 1
@@ -104,7 +100,7 @@ class _Response:
         return {
             "id": self.answer.head["id"],
             "object": "response",
-            "created_at": self.created_s,
+            "created_at": self.answer.head["created"],
             "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "error": self.error,
