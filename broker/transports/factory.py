@@ -14,8 +14,9 @@ from GPU to GPU. After these, and for host memory: shared memory, NIXL, ZMQ and 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeAlias
 
 import zmq.asyncio
@@ -29,7 +30,7 @@ from broker.transports.nixl import agent as nixl_library
 from broker.transports.nixl.agent import NixlAgent
 from broker.transports.nixl.memory import MAX_TENSOR_BYTES, RECEIVE_BYTES, HostReceiveMemory, NixlArena, ReceiveMemory
 from broker.transports.nixl.receiver import NixlReceiver
-from broker.transports.nixl.sender import SEND_BYTES, NixlConnection, NixlCudaConnection, NixlCudaSender
+from broker.transports.nixl.sender import SEND_BYTES, NixlConnection, NixlCudaConnection
 from broker.transports.redis.receiver import RedisReceiver
 from broker.transports.redis.sender import RedisConnection
 from broker.transports.shm.receiver import ShmReceiver
@@ -41,8 +42,8 @@ from common.errors import TriptychError
 Connector: TypeAlias = Callable[[str], Connection[memoryview]]
 """Makes the connection to an address, for bytes of the host; does not connect yet."""
 DeviceConnection: TypeAlias = CudaConnection | NixlCudaConnection
-DeviceSender: TypeAlias = CudaSender | NixlCudaSender
-"""Makes connections for the memory of a GPU."""
+DeviceConnector: TypeAlias = Callable[[str], DeviceConnection]
+"""The same for the memory of a GPU."""
 
 
 @dataclass(frozen=True)
@@ -121,14 +122,21 @@ def make_connectors(means: TransportContext) -> dict[str, Connector]:
     return connectors
 
 
-def make_device_senders(means: TransportContext) -> list[DeviceSender]:
-    """Make the senders for a GPU's memory, the best first; none without a GPU or if the setting excludes GPUs."""
-    senders: list[DeviceSender] = []
+def make_device_connectors(means: TransportContext, closing: ExitStack) -> dict[str, DeviceConnector]:
+    """How to connect for memory of a GPU, by scheme, the best first; empty without a GPU, or if the setting has none.
+
+    The connections of a process share arenas, which `closing` frees.
+    """
+    connectors: dict[str, DeviceConnector] = {}
     if means.cuda is not None and means.transport in ("cuda", "auto"):
-        senders.append(CudaSender(means.cuda))
+        sender = CudaSender(means.cuda)
+        closing.callback(sender.close)
+        connectors[CudaConnection.scheme] = partial(CudaConnection, sender)
     if means.cuda is not None and means.transport in ("nixl", "auto") and nixl_library.module_name() is not None:
-        senders.append(NixlCudaSender(means.context, means.cuda, means.nixl_agent))
-    return senders
+        arena = NixlArena(means.cuda, means.nixl_agent, SEND_BYTES)
+        closing.callback(arena.close)
+        connectors[NixlCudaConnection.scheme] = partial(NixlCudaConnection, means.context, arena)
+    return connectors
 
 
 def gpu_bytes_of_nixl(transport: Transport, host: str) -> int:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Final
 
 from broker.transports.base import Connection, Sent, Unreachable
-from broker.transports.factory import Connector, DeviceConnection, DeviceSender
+from broker.transports.factory import Connector, DeviceConnection, DeviceConnector
 from broker.transports.payload import DeviceBuffer, Payload
 from broker.transports.shm.push_buffer import PushBuffer
 from broker.transports.shm.sender import ShmConnection
@@ -38,7 +38,7 @@ class Route:
         self,
         receiver: InstanceRecord,
         connectors: dict[str, Connector],
-        devices: list[DeviceSender],
+        devices: dict[str, DeviceConnector],
         num_fallbacks: Counter[str],
         *,
         only_cuda: bool,
@@ -53,11 +53,11 @@ class Route:
         self._best_scheme = next(iter(self._makers), "")
         self._connections: dict[str, Connection[memoryview]] = {}
         self._devices: list[DeviceConnection] = [
-            device.connect(offered[device.scheme]) for device in devices if device.scheme in offered
+            make(offered[name]) for name, make in devices.items() if name in offered
         ]
         self._only_cuda = only_cuda
         self._num_fallbacks = num_fallbacks
-        self._has_device_senders = bool(devices)
+        self._sends_from_device = bool(devices)
         self._avoided_until_s: dict[str, float] = {}
         self._closed = False
         if not self._makers and not self._devices:
@@ -97,7 +97,7 @@ class Route:
             if (scheme := await self._sent_from_device(header, data, deadline_s, passed_over)) is not None:
                 return scheme
             data = await self._brought_to_host(data, deadline_s)
-            if self._has_device_senders:
+            if self._sends_from_device:
                 passed_over[FROM_DEVICE] = "it was brought to the host"
         for connection in self._usable(passed_over):
             if await self._sent_by(connection, header, data, deadline_s, passed_over):

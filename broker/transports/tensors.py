@@ -13,6 +13,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Final
 
 import msgspec
@@ -21,7 +22,7 @@ from redis.asyncio import Redis
 
 from broker.transports.base import Receiver
 from broker.transports.cuda.runtime import CudaRuntime
-from broker.transports.factory import TransportContext, make_connectors, make_device_senders, make_receivers
+from broker.transports.factory import TransportContext, make_connectors, make_device_connectors, make_receivers
 from broker.transports.payload import Payload
 from broker.transports.received import PushTarget, Received
 from broker.transports.received import ReceivedTensor as ReceivedTensor
@@ -147,7 +148,8 @@ class TensorSender:
         """Listen for answers on `host`. Raises TriptychError("invalid_request") if this host lacks the transport."""
         self._means = means = TransportContext(context, host, transport, redis, cuda=cuda)
         self._connectors = make_connectors(means)
-        self._devices = make_device_senders(means)
+        self._closing = ExitStack()
+        self._devices = make_device_connectors(means, self._closing)
         self._routes: dict[str, Route] = {}
         self.num_sent: Counter[str] = Counter()
         """Tensors by the scheme that carried them."""
@@ -183,6 +185,5 @@ class TensorSender:
         """Close all connections, for good."""
         self.keep_only(())
         self._connectors = {}
-        for device in self._devices:
-            device.close()
+        self._closing.close()
         self._means.nixl_agent.close()

@@ -39,19 +39,13 @@ log = get_logger()
 
 
 class CudaSender:
-    """Makes the connections of one process, all with the same arena."""
-
-    scheme: ClassVar[str] = SCHEME
+    """The arena of all connections of one process."""
 
     def __init__(self, runtime: CudaRuntime) -> None:
         self.device_id = runtime.device_id
         self._runtime = runtime
         self._arena: asyncio.Task[ExportArena] | None = None
         self._closed = False
-
-    def connect(self, address: str) -> CudaConnection:
-        """Return the connection to an address, without connecting yet."""
-        return CudaConnection(self, address)
 
     async def arena(self) -> ExportArena:
         """Return the process's arena, made at the first call. Raises CudaError if the device is out of memory."""

@@ -28,7 +28,6 @@ import zmq.asyncio
 from broker.cluster.curve import secure_client
 from broker.transports.base import Unreachable, took_none
 from broker.transports.checksums import with_checksum
-from broker.transports.cuda.runtime import CudaRuntime
 from broker.transports.nixl import wire
 from broker.transports.nixl.agent import HostMemory, NixlAgent, NixlError, RegisteredMemory
 from broker.transports.nixl.memory import CUDA_SCHEME, HOST_SCHEME, MAX_TENSOR_BYTES, NixlArena
@@ -162,26 +161,8 @@ class NixlConnection(NixlLink):
             self._memory = None
 
 
-class NixlCudaSender:
-    """Makes the connections of one process, which share its arena."""
-
-    scheme: ClassVar[str] = CUDA_SCHEME
-
-    def __init__(self, context: zmq.asyncio.Context, runtime: CudaRuntime, agent: NixlAgent) -> None:
-        self._context = context
-        self._arena = NixlArena(runtime, agent, SEND_BYTES)
-
-    def connect(self, address: str) -> NixlCudaConnection:
-        """Return a connection to an address, still without a handshake."""
-        return NixlCudaConnection(self._context, self._arena, address)
-
-    def close(self) -> None:
-        """Free the arena, once all connections are closed. Idempotent."""
-        self._arena.close()
-
-
 class NixlCudaConnection(NixlLink):
-    """Sends the memory of a GPU; see broker.transports.base.Connection."""
+    """Sends the memory of a GPU, by the arena of its process; see broker.transports.base.Connection."""
 
     scheme: ClassVar[str] = CUDA_SCHEME
 

@@ -50,7 +50,7 @@ class Gpu:
         return CudaReceiver(self.cuda, lambda _: self.arrived.set(), max_bytes=max_bytes)
 
     def connect(self, address: str) -> CudaConnection:
-        self.connections.append(self.sender.connect(address))
+        self.connections.append(CudaConnection(self.sender, address))
         return self.connections[-1]
 
     async def send(self, connection: CudaConnection, data: bytes | DeviceBuffer, timeout_s: float = 20) -> None:
