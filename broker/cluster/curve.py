@@ -2,10 +2,10 @@
 
     context = ClusterContext(ClusterKey.of(settings))     one per process; without a key everything stays plain
     socket = context.socket(zmq.ROUTER)
-    secure_listener(socket)                               before `bind`
+    address = secure_bind(socket, host)
     ...
     socket = context.socket(zmq.DEALER)
-    secure_client(socket)                                 before `connect`
+    secure_connect(socket, address)
 
 Both key pairs come from the cluster key: with the key, a process reaches every listener and can be a listener. libzmq
 refuses a peer without the key in the handshake. Such a peer sends no message, and holds one connection for at most
@@ -87,31 +87,35 @@ class ClusterContext(zmq.asyncio.Context):
         super().destroy(linger)
 
 
-def secure_listener(socket: zmq.Socket[Any]) -> None:
-    """Let only members of the cluster connect. Call before `bind`, on the loop. Without a key sockets stay plain."""
+def secure_bind(socket: zmq.Socket[Any], host: str) -> str:
+    """Bind a free port on `host`, for members of the cluster only; return the address.
+
+    Call on the loop. Without a key the socket stays plain.
+    """
     _limit_waits(socket)
     context = socket.context
-    if not isinstance(context, ClusterContext) or context.server is None:
-        return
-    context.authenticate()
-    socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # were nobody at the door, nobody would come in
-    socket.setsockopt(zmq.CURVE_SERVER, 1)
-    socket.setsockopt(zmq.CURVE_PUBLICKEY, context.server.public)
-    socket.setsockopt(zmq.CURVE_SECRETKEY, context.server.secret)
+    if isinstance(context, ClusterContext) and context.server is not None:
+        context.authenticate()
+        socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # were nobody at the door, nobody would come in
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, context.server.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, context.server.secret)
+    socket.bind(f"tcp://{host}:*")
+    return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
 
-def secure_client(socket: zmq.Socket[Any]) -> None:
-    """Connect to members of the cluster only. Call before `connect`. Without a key the socket stays plain."""
+def secure_connect(socket: zmq.Socket[Any], address: str) -> None:
+    """Connect to a member of the cluster. Without a key the socket stays plain."""
     _limit_waits(socket)
     socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
     socket.setsockopt(zmq.TCP_MAXRT, UNACKNOWLEDGED_MS)
     context = socket.context
-    if not isinstance(context, ClusterContext) or context.server is None or context.client is None:
-        return
-    socket.setsockopt(zmq.CURVE_SERVERKEY, context.server.public)
-    socket.setsockopt(zmq.CURVE_PUBLICKEY, context.client.public)
-    socket.setsockopt(zmq.CURVE_SECRETKEY, context.client.secret)
+    if isinstance(context, ClusterContext) and context.server is not None and context.client is not None:
+        socket.setsockopt(zmq.CURVE_SERVERKEY, context.server.public)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, context.client.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, context.client.secret)
+    socket.connect(address)
 
 
 def _limit_waits(socket: zmq.Socket[Any]) -> None:

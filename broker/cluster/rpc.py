@@ -19,7 +19,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from broker.cluster.curve import OVERHEAD_BYTES, secure_client, secure_listener
+from broker.cluster.curve import OVERHEAD_BYTES, secure_bind, secure_connect
 from common.errors import TriptychError
 from common.messages import (
     MAX_CONTROL_BYTES,
@@ -81,9 +81,7 @@ class WorkerServer:
         self._socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
         self._socket.setsockopt(zmq.RCVHWM, QUEUE_REQUESTS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_TO_WORKER_BYTES + OVERHEAD_BYTES)
-        secure_listener(self._socket)
-        self._socket.bind(f"tcp://{host}:*")
-        self.address = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        self.address = secure_bind(self._socket, host)
         self.num_invalid = 0
 
     async def receive(self) -> tuple[bytes, ToWorker]:
@@ -152,9 +150,8 @@ class WorkerClient:
         self._socket.setsockopt(zmq.SNDHWM, QUEUE_REQUESTS)
         self._socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FROM_WORKER_BYTES + OVERHEAD_BYTES)
-        secure_client(self._socket)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        self._socket.connect(address)
+        secure_connect(self._socket, address)
         self.address = address
         self.life = life
         self._on_invalid = on_invalid

@@ -26,7 +26,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from broker.cluster.curve import ClusterContext, secure_client, secure_listener
+from broker.cluster.curve import ClusterContext, secure_bind, secure_connect
 from broker.cluster.redis_client import connect
 from broker.cluster.registry import ABSENCE_S, HEARTBEAT_S, RECORD_TTL_S, Registry
 from common.http.connections import allowed_connections
@@ -78,9 +78,7 @@ class Crowd(FakeCluster):
         self.draw = random.Random(self.fakes.number)
         self._registry = Registry(self.redis, self.name)
         self.inbox = self.context.socket(zmq.PULL)
-        secure_listener(self.inbox)
-        self.inbox.bind("tcp://127.0.0.1:*")
-        self.inbox_address = str(self.inbox.getsockopt_string(zmq.LAST_ENDPOINT))
+        self.inbox_address = secure_bind(self.inbox, "127.0.0.1")
         for work in (self._beat(), self._receive(), self._lose()):
             self.spawn(work)
 
@@ -116,8 +114,7 @@ class Crowd(FakeCluster):
         address = found[delivery.destination].tensor_address
         if address not in self._outboxes:
             self._outboxes[address] = self.context.socket(zmq.PUSH)
-            secure_client(self._outboxes[address])
-            self._outboxes[address].connect(address)
+            secure_connect(self._outboxes[address], address)
         await self._outboxes[address].send(msgspec.msgpack.encode(delivery))
         return True
 

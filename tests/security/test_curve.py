@@ -13,7 +13,7 @@ import zmq.asyncio
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from broker.cluster.curve import ClusterContext, KeyPair, secure_client, secure_listener
+from broker.cluster.curve import ClusterContext, KeyPair, secure_bind, secure_connect
 from broker.cluster.rpc import WorkerClient, WorkerServer
 from common.errors import ErrorInfo
 from common.keys import ClusterKey
@@ -110,13 +110,12 @@ async def test_a_door_without_a_keeper_is_shut(make_context, key):
     """Were the ZAP handler gone, libzmq would let nobody in, rather than everybody."""
     context = make_context(key)
     listener = context.socket(zmq.ROUTER)
-    secure_listener(listener)
+    address = secure_bind(listener, "127.0.0.1")
     context._authenticator.stop()
-    port = listener.bind_to_random_port("tcp://127.0.0.1")
     member = make_context(key)
     stranger = await refused(
         member,
-        f"tcp://127.0.0.1:{port}",
+        address,
         CURVE_SERVERKEY=member.server.public,
         CURVE_PUBLICKEY=member.client.public,
         CURVE_SECRETKEY=member.client.secret,
@@ -167,8 +166,7 @@ def test_the_pairs_of_two_keys_and_of_the_two_ends_differ():
 async def test_without_a_key_sockets_are_plain(make_context):
     context: ClusterContext = make_context(None)
     listener, client = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
-    secure_listener(listener)
-    secure_client(client)
+    secure_connect(client, secure_bind(listener, "127.0.0.1"))
     assert listener.getsockopt(zmq.MECHANISM) == client.getsockopt(zmq.MECHANISM) == zmq.NULL
 
 

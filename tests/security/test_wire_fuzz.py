@@ -145,10 +145,9 @@ async def test_the_reader_of_channels_survives(redis):
 
 
 def make_client(context: ClusterContext, address: str) -> zmq.asyncio.Socket:
-    from broker.cluster.curve import secure_client
+    from broker.cluster.curve import secure_connect
 
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
-    secure_client(socket)
-    socket.connect(address)
+    secure_connect(socket, address)
     return socket

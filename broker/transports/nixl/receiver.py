@@ -9,7 +9,7 @@ from typing import Final
 import zmq
 import zmq.asyncio
 
-from broker.cluster.curve import secure_listener
+from broker.cluster.curve import secure_bind
 from broker.transports.base import OnArrival
 from broker.transports.nixl import wire
 from broker.transports.nixl.agent import NixlAgent, NixlError, RegisteredBuffer
@@ -52,9 +52,7 @@ class NixlReceiver:
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
-        secure_listener(self._socket)
-        self._socket.bind(f"tcp://{host}:*")
-        self.address = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT)).replace("tcp", memory.scheme, 1)
+        self.address = secure_bind(self._socket, host).replace("tcp", memory.scheme, 1)
         self.num_invalid = self.num_unfinished = 0
         self._arrived: asyncio.Queue[ReceivedTensor] = asyncio.Queue(_READY_TENSORS)
         self._readers: dict[bytes, _Reader] = {}

@@ -25,7 +25,7 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
-from broker.cluster.curve import secure_client
+from broker.cluster.curve import secure_connect
 from broker.transports.base import Unreachable, took_none
 from broker.transports.checksums import with_checksum
 from broker.transports.nixl import wire
@@ -57,8 +57,7 @@ class NixlLink(ABC):
         self._socket.setsockopt(zmq.IDENTITY, secrets.token_bytes(12))
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
-        secure_client(self._socket)
-        self._socket.connect(address.replace(self.scheme, "tcp", 1))
+        secure_connect(self._socket, address.replace(self.scheme, "tcp", 1))
 
     def close(self) -> None:
         """End the conversation. Idempotent."""

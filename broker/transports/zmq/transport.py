@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Final, cast
 import zmq
 import zmq.asyncio
 
-from broker.cluster.curve import OVERHEAD_BYTES, secure_client, secure_listener
+from broker.cluster.curve import OVERHEAD_BYTES, secure_bind, secure_connect
 from broker.transports.base import QUEUE_TENSORS, OnArrival, took_none
 from broker.transports.checksums import TURN_BYTES, with_checksum
 from broker.transports.received import ReceivedTensor
@@ -49,9 +49,7 @@ class ZmqReceiver:
         self._socket.setsockopt(
             zmq.MAXMSGSIZE, max(min(max_bytes, wire.WHOLE_BYTES), wire.MAX_HEAD_BYTES) + OVERHEAD_BYTES
         )
-        secure_listener(self._socket)
-        self._socket.bind(f"tcp://{host}:*")
-        self.address = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        self.address = secure_bind(self._socket, host)
         self.num_invalid = 0
         self._loop = asyncio.get_running_loop()
         self._on_arrival = on_arrival
@@ -144,8 +142,7 @@ class ZmqConnection:
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing queues for a receiver that is not there
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        secure_client(self._socket)
-        self._socket.connect(address)
+        secure_connect(self._socket, address)
         self._turn = asyncio.Lock()
         self._writable = asyncio.Event()
         self._wakeup = _Wakeup(self._socket, self._set_writable)
