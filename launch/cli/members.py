@@ -123,6 +123,21 @@ class Members:
         sides = [(await self._ask("GET", worker, "debug/handoffs")).json() for worker in workers]
         tell(summary(hop_latencies(sides)))
 
+    async def show_status(self, *, as_json: bool) -> None:
+        """Print the status. Raises as `records` does."""
+        records = sorted((await self.records()).values(), key=lambda record: (record.role, record.instance_id))
+        if as_json:
+            print(json.dumps([msgspec.to_builtins(record) for record in records], indent=2))
+            return
+        console = make_console()
+        if not records:
+            console.print(f"nobody is in cluster {self._cluster!r}", highlight=False)
+            return
+        refused = refusals(records)
+        console.print(status_table(records, f"{self._cluster}: {records[0].model}", time.time(), refused))
+        for why in refused.values():
+            console.print(f"not used: {why}", style="red", highlight=False, soft_wrap=True)
+
     async def _ask(
         self, method: str, record: InstanceRecord, path: str, body: dict[str, str] | None = None, *, wait_s: float = 0.0
     ) -> httpx.Response:
@@ -183,27 +198,6 @@ def _reason(response: httpx.Response) -> str:
         return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return f"HTTP status {response.status_code}"
-
-
-def show_status(settings: Settings, *, as_json: bool) -> None:
-    """Print the status. Raises TriptychError("unavailable") without an answer of the broker."""
-
-    async def read() -> dict[str, InstanceRecord]:
-        async with Members(settings) as members:
-            return await members.records()
-
-    records = sorted(asyncio.run(read()).values(), key=lambda record: (record.role, record.instance_id))
-    if as_json:
-        print(json.dumps([msgspec.to_builtins(record) for record in records], indent=2))
-        return
-    console = make_console()
-    if not records:
-        console.print(f"nobody is in cluster {settings.cluster!r}", highlight=False)
-        return
-    refused = refusals(records)
-    console.print(status_table(records, f"{settings.cluster}: {records[0].model}", time.time(), refused))
-    for why in refused.values():
-        console.print(f"not used: {why}", style="red", highlight=False, soft_wrap=True)
 
 
 def refusals(records: Collection[InstanceRecord]) -> dict[str, str]:

@@ -12,7 +12,6 @@ from launch.cli.options import takes_settings
 from launch.cluster.configure import Flags, load_settings
 
 if TYPE_CHECKING:
-    from common.config import Settings
     from launch.cli.members import Members
 
 Id = Annotated[
@@ -37,12 +36,7 @@ def status(
 
     Without --broker it is the cluster that `triptych serve` runs on this machine; --port tells those of one name apart.
     """
-    from launch.cli.members import show_status
-
-    if handoffs:
-        _with_members(flags, lambda members: members.show_handoffs(typer.echo))
-    else:
-        show_status(_reach(flags), as_json=json)
+    _with_members(flags, lambda one: one.show_handoffs(typer.echo) if handoffs else one.show_status(as_json=json))
 
 
 @takes_settings(*REACHING)
@@ -82,16 +76,10 @@ def _with_members(flags: Flags, action: Callable[[Members], Awaitable[None]]) ->
     import asyncio
 
     from launch.cli.members import Members
-
-    async def run(settings: Settings) -> None:
-        async with Members(settings) as members:
-            await action(members)
-
-    asyncio.run(run(_reach(flags)))
-
-
-def _reach(flags: Flags) -> Settings:
-    settings = load_settings(flags)
     from launch.cluster.local_registry import reach
 
-    return reach(settings)
+    async def run() -> None:
+        async with Members(reach(load_settings(flags))) as members:
+            await action(members)
+
+    asyncio.run(run())
