@@ -13,7 +13,7 @@ from proxy.dispatch.context import DispatchContext
 from proxy.dispatch.job_runner import JobRunner
 from proxy.dispatch.jobs import Job
 from proxy.dispatch.placement import Placer
-from proxy.dispatch.worker import Worker
+from proxy.dispatch.worker import Worker, WorkerEvent
 from proxy.dispatch.worker_pool import WorkerPool
 from proxy.server.metrics import ProxyMetrics, Timelines
 
@@ -72,10 +72,7 @@ class Dispatcher:
     def on_invalid(self) -> None:
         self._metrics.invalid_replies.inc()
 
-    def on_joined(self, worker: Worker) -> None:
+    def on_event(self, worker: Worker, event: WorkerEvent) -> None:
         for runner in self.runners.values():
-            runner.post(worker, "joined")
-
-    def on_gone(self, worker: Worker) -> None:
-        for request_id in self.requests_at(worker):
-            self.runners[request_id].post(worker, "gone")
+            if event == "joined" or runner.uses(worker):
+                runner.post(worker, event)

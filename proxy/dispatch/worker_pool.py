@@ -20,7 +20,7 @@ from common.errors import TriptychError
 from common.messages import Abort, FromWorker, Heartbeat, InstanceRecord, Placed, Role
 from common.telemetry import get_logger
 from proxy.dispatch.registry_watch import POLL_S, RegistryWatch
-from proxy.dispatch.worker import Worker
+from proxy.dispatch.worker import Worker, WorkerEvent
 
 ABSENCE_S: Final = 2.0
 """Absence from the registry after which a worker is gone."""
@@ -45,9 +45,7 @@ class Listener(Protocol):
     def on_invalid(self) -> None:
         """Note a dropped message outside the protocol."""
 
-    def on_joined(self, worker: Worker) -> None: ...
-
-    def on_gone(self, worker: Worker) -> None: ...
+    def on_event(self, worker: Worker, event: WorkerEvent) -> None: ...
 
     def on_placed(self, placed: Placed) -> None:
         """Note where another proxy placed a prompt."""
@@ -250,7 +248,7 @@ class WorkerPool:
             if task is not asyncio.current_task():
                 task.cancel()
         worker.client.close(LAST_WORDS_MS)
-        self._listener.on_gone(worker)
+        self._listener.on_event(worker, "gone")
 
     async def _receive(self, worker: Worker) -> None:
         """Hand on the worker's messages, until another process turns out to have the address."""
@@ -285,7 +283,7 @@ class WorkerPool:
             worker.admitted = True
         self._usable.clear()
         for worker in admitted:
-            self._listener.on_joined(worker)
+            self._listener.on_event(worker, "joined")
 
     def _background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
