@@ -138,12 +138,6 @@ class EncodeDispatcher:
                 self._release(item, answered=answered)
                 self._retry(item, worker, error, reason)
 
-    def on_joined(self) -> None:
-        """Send waiting items to a new worker."""
-        for item in self._items.values():
-            if item.encoder is None and item in self.pending:
-                self._place(item)
-
     @property
     def stranded(self) -> bool:
         """Whether an item waits without any able encoder."""
@@ -223,7 +217,7 @@ class EncodeDispatcher:
     def _wait(self, item: _Item, until_s: float) -> None:
         """Place the item again at `until_s`, or earlier when a worker joins."""
         self.pending.add(item)
-        self._deadlines.set(item, until_s, partial(self._place, item))
+        self._deadlines.set(item, until_s, partial(self._place, item), early=True)
 
     def _stays(self, item: _Item, encoder: Worker) -> bool:
         """Whether a waiting item stays with an encoder, perhaps partly done.

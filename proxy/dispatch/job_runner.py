@@ -141,7 +141,7 @@ class JobRunner:
             case "gone":
                 self._on_gone(worker)
             case "joined":
-                self._on_joined()
+                self._deadlines.hasten()  # what waits for workers
             case Encoded():
                 self._encode.on_encoded(worker, message)
             case InputNeeded():
@@ -208,13 +208,6 @@ class JobRunner:
             self._on_prefill_lost(error, "prefill_gone")
         self._encode.on_lost(worker, error, "encoder_gone", answered=True)
 
-    def _on_joined(self) -> None:
-        """Place waiting work on a new worker."""
-        if "place" in self._deadlines:
-            self._place()
-        self._prefill.on_joined()
-        self._encode.on_joined()
-
     def _on_prefill_lost(self, error: ErrorInfo, reason: str) -> None:
         """Replace a lost prefill, unless the decoder has the whole prompt or must begin again, too."""
         pool, withholds = self._context.pool, self._progress.withholds
@@ -242,7 +235,7 @@ class JobRunner:
         log.warning("request moves", request=self._job.request_id, reason=reason)
         self._context.count_retry(self._job.request_id, reason)
         if pause_s:
-            self._deadlines.set("place", time.monotonic() + pause_s, self._place)
+            self._deadlines.set("place", time.monotonic() + pause_s, self._place, early=True)
         else:
             self._place()
 
@@ -254,7 +247,7 @@ class JobRunner:
         context, job = self._context, self._job
         placement = context.placer.choose(context.pool, self._cache_keys, media=bool(job.media))
         if placement is None:
-            self._deadlines.set("place", time.monotonic() + context.wait_s(), self._place)
+            self._deadlines.set("place", time.monotonic() + context.wait_s(), self._place, early=True)
             return
         decoder, prefiller = placement.decoder, placement.prefiller
         decoder.load.requests += 1

@@ -120,11 +120,6 @@ class PrefillDispatcher:
         if self.worker is not None:
             self.worker.notify(Inquiry(self._job.request_id, self.attempt))
 
-    def on_joined(self) -> None:
-        """Place a waiting prefill on a new worker."""
-        if self in self._deadlines:
-            self._place()
-
     def _count_wait(self, error: ErrorInfo, worker: Worker) -> None:
         in_full = self._context.is_full_wait(self._sent_s)
         self._retries.waited(error, in_full=in_full, undelivered_by=worker.instance_id)
@@ -136,7 +131,7 @@ class PrefillDispatcher:
         retries = self._retries
         candidates = {worker.instance_id for worker in self._context.pool.workers("prefill", matching=self._decoder)}
         if retries.failures and candidates and candidates <= retries.failed_on:
-            self._deadlines.set(self, time.monotonic() + retries.backoff_s, self._place)
+            self._deadlines.set(self, time.monotonic() + retries.backoff_s, self._place, early=True)
         else:
             self._place()
 
@@ -150,7 +145,7 @@ class PrefillDispatcher:
             left_s = context.handoff_timeout_s - context.pool.absent_s("prefill", matching=decoder)
             if left_s <= 0:
                 raise TriptychError("unavailable", "no prefill worker is ready; try again shortly")
-            self._deadlines.set(self, time.monotonic() + left_s, self._place)
+            self._deadlines.set(self, time.monotonic() + left_s, self._place, early=True)
             return
         self.attempt = next(self._attempts)
         self._send(worker, decoder)

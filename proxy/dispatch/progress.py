@@ -141,23 +141,32 @@ class Deadlines:
 
     wake: Callable[[Action], None]
     _timers: dict[Hashable, asyncio.TimerHandle] = field(default_factory=dict)
+    _early: dict[Hashable, Action] = field(default_factory=dict)
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._timers
 
-    def set(self, key: Hashable, due_s: float, action: Action) -> None:
-        """Run `action` at `due_s`, in place of any earlier deadline of `key`."""
+    def set(self, key: Hashable, due_s: float, action: Action, *, early: bool = False) -> None:
+        """Run `action` at `due_s`, or `early` by `hasten`, in place of any earlier deadline of `key`."""
 
         def run() -> None:
             if self._timers.get(key) is timer:  # not changed since it was due
-                del self._timers[key]
+                self.clear(key)
                 action()
 
         self.clear(key)
         timer = self._timers[key] = asyncio.get_running_loop().call_at(due_s, self.wake, run)
+        if early:
+            self._early[key] = run
+
+    def hasten(self) -> None:
+        """Run now what may run early."""
+        for run in list(self._early.values()):
+            run()
 
     def clear(self, key: Hashable) -> None:
         """Forget the deadline of `key`, if any."""
+        self._early.pop(key, None)
         if (timer := self._timers.pop(key, None)) is not None:
             timer.cancel()
 
