@@ -62,10 +62,6 @@ class ClientRequest:
         parts = [{"type": "image_url", "image_url": {"url": m.data_url}} for m in self.media]
         return {"role": "user", "content": [*parts, {"type": "text", "text": self.prompt}] if parts else self.prompt}
 
-    @property
-    def is_transcription(self) -> bool:
-        return any(media.type.startswith("audio/") for media in self.media)
-
 
 @dataclass
 class ClientResult:
@@ -183,8 +179,11 @@ class ApiClient:
         """Send a job and wait for the end; `on_text` gets the pieces of the answer at once."""
         outcome = ClientResult(job)
         try:
-            call = self._transcribe if job.is_transcription else self._chat
-            await call(job, outcome, on_text)
+            if any(media.type.startswith("audio/") for media in job.media):
+                await self._transcribe(job, outcome, on_text)
+            else:
+                messages = [*job.history, job.message]
+                await self._generate("/v1/chat/completions", {"messages": messages}, outcome, on_text)
             if not job.media and (outcome.error or "").endswith(_HINT):
                 outcome.began = time.perf_counter()  # of the request that is answered
                 await self._generate("/v1/completions", {"prompt": job.prompt}, outcome, on_text)
@@ -194,10 +193,6 @@ class ApiClient:
             outcome.error = f"the answer is not as OpenAI's API has it: {error!r}"
         outcome.latency_s = time.perf_counter() - outcome.began
         return outcome
-
-    async def _chat(self, job: ClientRequest, outcome: ClientResult, on_text: OnText) -> None:
-        messages = [*job.history, job.message]
-        await self._generate("/v1/chat/completions", {"messages": messages}, outcome, on_text)
 
     async def _generate(self, path: str, prompt: dict[str, Any], outcome: ClientResult, on_text: OnText) -> None:
         """Stream the answer: otherwise the time to the first token could not be measured."""
