@@ -64,14 +64,15 @@ def announced(entry: LocalEntry) -> Iterator[None]:
             folder.rmdir()  # if it was the last one
 
 
-def find_local(cluster: str, port: int | None = None) -> LocalEntry:
+def find_local(settings: Settings) -> LocalEntry:
     """Return the cluster of the name among this user's clusters on this machine; of several, that of the port.
 
     Raises TriptychError("invalid_request") where there is none, or more than one.
     """
+    cluster = settings.cluster
     found = [entry for entry in _living() if entry.cluster == cluster]
-    if len(found) > 1:
-        found = [entry for entry in found if entry.base_url.endswith(f":{port}")] or found
+    if len(found) > 1 and "port" in settings.model_fields_set:  # the default tells no cluster from another
+        found = [entry for entry in found if entry.base_url.endswith(f":{settings.port}")] or found
     if len(found) == 1:
         return found[0]
     if found:
@@ -82,11 +83,6 @@ def find_local(cluster: str, port: int | None = None) -> LocalEntry:
         message = f"no cluster {cluster!r} of yours runs on this machine: give --broker redis://host:6379, or start one"
         message += " with `triptych serve` (and wait until it is ready)"
     raise invalid(message, "cluster")
-
-
-def given_port(settings: Settings) -> int | None:
-    """Return the port that somebody has given; None for the default, which tells no cluster from another."""
-    return settings.port if "port" in settings.model_fields_set else None
 
 
 def local_url() -> str:
@@ -112,7 +108,7 @@ def reach(settings: Settings) -> Settings:
     """
     if settings.broker is not None:
         return settings
-    entry = find_local(settings.cluster, given_port(settings))
+    entry = find_local(settings)
     update: dict[str, object] = {"broker": entry.broker}
     if ClusterKey.of(settings) is None and entry.cluster_key:
         update["cluster_key"] = SecretStr(entry.cluster_key)

@@ -54,13 +54,12 @@ def logs(
     --port tells clusters of one name apart. What is logged at all is said at the start: `serve --log-level debug`.
     """
     from common.errors import invalid
-    from launch.cluster.local_registry import find_local, given_port
+    from launch.cluster.local_registry import find_local
     from launch.terminal.logs import LEVELS, show_logs
 
     if level not in LEVELS:
         raise invalid(f"level = {level!r}: should be {', '.join(LEVELS)}", "level")
-    settings = load_settings(flags)
-    entry = find_local(settings.cluster, given_port(settings))
+    entry = find_local(load_settings(flags))
     raise typer.Exit(show_logs(entry, instance, level, entry.is_alive if follow else None))
 
 

@@ -30,11 +30,16 @@ def entry(cluster: str = "here", base_url: str = "http://127.0.0.1:8000") -> Loc
     return LocalEntry(cluster, base_url, "redis://:secret@127.0.0.1:6379", KEY, "/models/tiny")
 
 
+def named(cluster: str, **given: int) -> Settings:
+    """Settings with any name: not all of these are valid ones."""
+    return Settings().model_copy(update={"cluster": cluster, **given})
+
+
 def test_a_cluster_is_found_as_long_as_it_runs_and_leaves_nothing(runtime: Path) -> None:
     with announced(entry("a/b c")):
-        assert find_local("a/b c") == entry("a/b c")
+        assert find_local(named("a/b c")) == entry("a/b c")
     with pytest.raises(TriptychError, match="no cluster 'a/b c' of yours runs on this machine"):
-        find_local("a/b c")
+        find_local(named("a/b c"))
     assert not runtime.exists()
 
 
@@ -46,7 +51,7 @@ def test_requests_go_to_the_only_cluster_that_runs() -> None:
 
 def test_the_port_tells_clusters_of_one_name_apart() -> None:
     with announced(entry("here", "http://127.0.0.1:9001")):
-        assert find_local("here", 9002).base_url.endswith("9001"), "the only one needs no port"
+        assert find_local(named("here", port=9002)).base_url.endswith("9001"), "the only one needs no port"
     # Two entries of one process would share a file's name.
     code = (
         "from launch.cluster.local_registry import *; import sys\n"
@@ -59,10 +64,10 @@ def test_the_port_tells_clusters_of_one_name_apart() -> None:
         assert other.stdout is not None
         assert other.stdout.readline() == "up\n"
         with announced(entry("here", "http://127.0.0.1:9002")):
-            assert find_local("here", 9002).base_url.endswith("9002")
-            assert find_local("here", 9001).base_url.endswith("9001")
+            assert find_local(named("here", port=9002)).base_url.endswith("9002")
+            assert find_local(named("here", port=9001)).base_url.endswith("9001")
             with pytest.raises(TriptychError, match=r"several clusters 'here' run here .*: give the --port of one"):
-                find_local("here", 9003)
+                find_local(named("here", port=9003))
             with pytest.raises(TriptychError, match="several clusters 'here'"):
                 reach(Settings(cluster="here"))
         assert other.stdin is not None
@@ -83,7 +88,7 @@ def test_a_folder_that_others_may_write_to_is_not_trusted(runtime: Path) -> None
         pass
     assert list(runtime.iterdir()) == []
     with pytest.raises(TriptychError, match="belongs to this user alone"):
-        find_local("here")
+        find_local(named("here"))
 
 
 def test_a_cluster_that_was_killed_is_not_found_and_its_file_goes(runtime: Path) -> None:
@@ -96,11 +101,11 @@ def test_a_cluster_that_was_killed_is_not_found_and_its_file_goes(runtime: Path)
     ) as serve:
         assert serve.stdout is not None
         assert serve.stdout.readline() == b"up\n"
-        assert find_local("here") == entry()
+        assert find_local(named("here")) == entry()
         os.kill(serve.pid, signal.SIGKILL)
     assert len(list(runtime.iterdir())) == 1
     with pytest.raises(TriptychError, match="no cluster 'here'"):
-        find_local("here")
+        find_local(named("here"))
     assert list(runtime.iterdir()) == []
 
 
@@ -109,8 +114,8 @@ def test_two_of_one_name_are_told_apart_by_their_addresses(runtime: Path, monkey
         monkeypatch.setattr(os, "getpid", lambda: 1)
         other = announced(entry(base_url="http://127.0.0.1:9000"))
         with other, pytest.raises(TriptychError, match=r"8000, http://127\.0\.0\.1:9000"):
-            find_local("here")
-        assert find_local("here") == entry()
+            find_local(named("here"))
+        assert find_local(named("here")) == entry()
 
 
 def test_what_is_given_wins_over_what_is_found() -> None:
