@@ -12,16 +12,18 @@ from typing import Any, Final, Protocol
 
 import zmq
 import zmq.asyncio
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
+from broker.cluster.redis_client import REFUSALS, refused
 from broker.cluster.registry import HEARTBEAT_S, RECORD_TTL_S, Registry, incompatibility
 from broker.cluster.rpc import WorkerClient, connection_id, life_id
 from common.errors import TriptychError
 from common.messages import Abort, FromWorker, Heartbeat, InstanceRecord, Placed, Role
 from common.telemetry import get_logger
-from proxy.dispatch.registry_watch import POLL_S, RegistryWatch
 from proxy.dispatch.worker import Worker, WorkerEvent
 
+POLL_S: Final = 0.5
+"""How often to look at the registry where it says nothing: of the dead, and where the broker was away."""
 ABSENCE_S: Final = 2.0
 """Absence from the registry after which a worker is gone."""
 BURST_MESSAGES: Final = 64
@@ -73,7 +75,8 @@ class WorkerPool:
         # earlier connection.
         self._identities = (connection_id(own.instance_id, own.epoch, number) for number in itertools.count())
         self._registry = registry
-        self._watch = RegistryWatch(registry, own)
+        self._changed = asyncio.Event()  # the registry tells of a change
+        self._last_look_s = -math.inf
         self._listener = listener
         self._context = context
         self._workers: dict[str, Worker] = {}
@@ -97,8 +100,8 @@ class WorkerPool:
 
     def start(self) -> None:
         """Begin to look for workers, and go on until `close`. The broker need not be there yet."""
-        self._background(self._watch.look(self._apply))
-        self._background(self._watch.listen(self._listener.on_placed))
+        self._background(self._look())
+        self._background(self._listen())
         self._background(self._send_heartbeats())
 
     async def close(self) -> None:
@@ -119,7 +122,7 @@ class WorkerPool:
 
     @property
     def broker_reachable(self) -> bool:
-        return self._watch.broker_reachable
+        return time.monotonic() - self._last_look_s < 2 * HEARTBEAT_S + POLL_S
 
     @property
     def has_looked(self) -> bool:
@@ -162,6 +165,51 @@ class WorkerPool:
         if self.workers(*roles):
             return math.inf
         return time.monotonic() - max(self._last_usable_s.get(role, self._unknown_since_s) for role in roles)
+
+    async def _look(self) -> None:
+        """Keep the own entry, and look at all others every POLL_S, or at once after a change.
+
+        Raises TriptychError("unavailable") where another process has taken this one's instance id, and where the broker
+        has never let us in.
+        """
+        registered = False
+        while True:
+            began_s = time.monotonic()
+            self._changed.clear()
+            try:
+                if registered:
+                    await self._registry.heartbeat()
+                else:
+                    await self._registry.register(self.own)
+                    registered = True
+                self._apply(await self._registry.instances())
+                self._last_look_s = time.monotonic()
+            except (RedisError, OSError) as error:  # the workers stay: they may well be there
+                if isinstance(error, REFUSALS) and not registered:
+                    raise refused(error) from error
+                log.warning("cannot read the registry", error=str(error))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    await asyncio.sleep(time.monotonic() - began_s)  # at most half of the time goes into looks
+                    await self._changed.wait()
+
+    async def _listen(self) -> None:
+        """Have `_look` look at once when a worker comes, drains or leaves, and hand on what other proxies tell, as far
+        as the broker lets us listen."""
+        while True:
+            try:
+                async with contextlib.aclosing(self._registry.changes()) as changes:
+                    async for placed in changes:
+                        if placed is None:
+                            self._changed.set()
+                        elif placed.proxy != self.own.instance_id:
+                            self._listener.on_placed(placed)
+            except ResponseError as error:
+                why = str(error)
+                log.warning("the broker does not let us listen: new workers are used half a second later", error=why)
+                return
+            except (RedisError, OSError):  # `_look` has told it
+                await asyncio.sleep(POLL_S)
 
     async def _send_heartbeats(self) -> None:
         while True:

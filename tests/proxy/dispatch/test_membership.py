@@ -381,7 +381,7 @@ def _heard(rig, words: str) -> list[str]:
 
 
 async def test_a_worker_that_comes_and_one_that_drains_are_seen_without_looking(serve, monkeypatch):
-    monkeypatch.setattr("proxy.dispatch.registry_watch.POLL_S", 1000.0)
+    monkeypatch.setattr("proxy.dispatch.worker_pool.POLL_S", 1000.0)
     async with serve(encoders=0, decoders=0) as rig:
         first = await rig.cluster.add_decoder()
         await rig.wait_for_workers()
