@@ -23,9 +23,8 @@ from proxy.api.openai_types import ChatRequest, Message, TextPart, parse
 from proxy.api.prompts import job_of_pair, processed_prompts, sampling_within
 from proxy.api.speech import Speech, SpeechOptions
 from proxy.api.tools import CallDeltas, joined_text
-from proxy.conversation.answer import AnswerParser
 from proxy.conversation.dialect import Dialect, explained
-from proxy.conversation.parts import AnswerPart
+from proxy.conversation.parts import AnswerParser, AnswerPart
 from proxy.conversation.thinking import BEGIN, END, ThinkParser
 from proxy.dispatch.jobs import Job, MediaItem, make_slots
 from proxy.dispatch.text_stream import Choice, Delta, TextStream, best

@@ -1,4 +1,4 @@
-"""Parts of an assistant's turn, as parsers return them."""
+"""Parts of an assistant's turn, as parsers return them, and the chain of the parsers of a turn."""
 
 from __future__ import annotations
 
@@ -37,3 +37,23 @@ def merged(parts: Sequence[AnswerPart]) -> list[AnswerPart]:
 
 def content(text: str) -> list[AnswerPart]:
     return [AnswerPart("content", text)] if text else []
+
+
+@dataclass
+class AnswerParser:
+    """Chains the parsers of an answer. Calls are looked for outside of reasoning only."""
+
+    thinking: Parser | None = None
+    calls: Parser | None = None
+
+    def feed(self, text: str, *, final: bool = False) -> list[AnswerPart]:
+        """Return the parts that are known with `text`; all of them where the text is `final`."""
+        parts = content(text) if self.thinking is None else self.thinking.feed(text, final=final)
+        if self.calls is None:
+            return merged(parts)
+        found: list[AnswerPart] = []
+        for part in parts:
+            found += self.calls.feed(part.text) if part.kind == "content" else [part]
+        if final:
+            found += self.calls.feed("", final=True)
+        return merged(found)

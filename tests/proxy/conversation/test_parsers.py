@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.conversation.answer import AnswerParser
 from proxy.conversation.calls import CALL_PARSERS
 from proxy.conversation.forced import CallList, NamedCall
-from proxy.conversation.parts import merged
+from proxy.conversation.parts import AnswerParser, merged
 from proxy.conversation.thinking import ThinkParser
 
 TOOLS = {
