@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.page.assets import FOLDER, HEADERS
+from proxy.page.routes import FOLDER, HEADERS
 from tests.proxy.conftest import ProxyHarness
 
 MAX_LINES = 1500
@@ -43,7 +43,7 @@ def test_the_policy_allows_this_server_alone_and_no_code_within_the_page() -> No
     assert HEADERS["X-Content-Type-Options"] == "nosniff"
 
 
-@pytest.mark.parametrize("name", ["nothing.js", "..%2Fassets.py", "%2e%2e/assets.py", "index.html%00", "assets.py"])
+@pytest.mark.parametrize("name", ["nothing.js", "..%2Froutes.py", "%2e%2e/routes.py", "index.html%00", "routes.py"])
 async def test_any_other_name_is_not_found(rig: ProxyHarness, name: str) -> None:
     response = await rig.http.get(f"/page/{name}")
     assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
