@@ -264,11 +264,11 @@ class JobRunner:
             self._encode.send_all(decoder, self._attempt)
 
     def _inquire(self) -> None:
-        """Ask the workers whether the job is still there: no other message reveals a lost request."""
+        """Ask the workers whether they have the job: one that lost it answers Failed, and tells nothing unasked."""
         self._deadlines.set("inquiry", time.monotonic() + INQUIRY_S, self._inquire)
-        if self._decoder is not None:
-            self._decoder.notify(Inquiry(self._job.request_id, self._attempt))
-        self._prefill.inquire()
+        for worker, attempt in ((self._decoder, self._attempt), (self._prefill.worker, self._prefill.attempt)):
+            if worker is not None:
+                worker.notify(Inquiry(self._job.request_id, attempt))
 
     def _stop_sequences(self) -> None:
         """Stop the sequences that have ended here while others go on."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from common.errors import ErrorInfo, TriptychError
-from common.messages import Abort, Inquiry, Resumed
+from common.messages import Abort, Resumed
 from common.telemetry import get_logger
 from proxy.dispatch.context import DispatchContext
 from proxy.dispatch.encode_dispatcher import EncodeDispatcher
@@ -114,11 +114,6 @@ class PrefillDispatcher:
             self._release()
             worker.notify(Abort(self._job.request_id))
         self._again("prompt_needed")
-
-    def inquire(self) -> None:
-        """Ask the worker whether the prompt is still being computed; a worker without the request answers Failed."""
-        if self.worker is not None:
-            self.worker.notify(Inquiry(self._job.request_id, self.attempt))
 
     def _count_wait(self, error: ErrorInfo, worker: Worker) -> None:
         in_full = self._context.is_full_wait(self._sent_s)
