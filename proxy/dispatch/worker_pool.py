@@ -233,14 +233,11 @@ class WorkerPool:
                 worker.record, worker.missing_since_s = record, None
         now_s = time.monotonic()
         self._lost = {life: until_s for life, until_s in self._lost.items() if until_s > now_s}
-        num_proxies = 1
         for record in found.values():
             known = record.instance_id in self._workers or life_id(record.instance_id, record.epoch) in self._lost
-            if record.role == "proxy":
-                num_proxies += record.instance_id != self.own.instance_id
-            elif not known:
+            if record.role != "proxy" and not known:
                 self._consider(record)
-        self.num_proxies = num_proxies
+        self.num_proxies = len({self.own.instance_id, *(name for name, one in found.items() if one.role == "proxy")})
         self._unknown_since_s = -math.inf
         self._usable.clear()
         self.refused = {name: why for name, why in self.refused.items() if name in found}
