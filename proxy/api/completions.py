@@ -11,7 +11,7 @@ from typing import Any
 from fastapi.responses import JSONResponse
 
 from common.messages import TokenLogprob
-from proxy.api.logprobs import CompletionLogprobs, LogprobShapes, joined
+from proxy.api.logprobs import CompletionLogprobs, LogprobShapes
 from proxy.api.merge import merged
 from proxy.api.openai_types import CompletionRequest, parse
 from proxy.api.prompts import check_number, decoder_prompts, make_jobs, processed_prompts
@@ -95,7 +95,8 @@ class _CompletionAnswer:
             return pieces.add(entries)
         prompt, known = self.stream.job.prompt_token_ids, self.stream.prompt_logprobs
         known = known if len(known) == len(prompt) else [None] * len(prompt)
-        return joined([pieces.add_prompt(prompt, known, self.echo), pieces.add(entries)])
+        before, own = pieces.add_prompt(prompt, known, self.echo), pieces.add(entries)
+        return {name: [*before[name], *own[name]] for name in before}
 
     def choice(self, number: int, index: int, part: Delta | Choice) -> dict[str, Any]:
         """Return a choice, or the next part of one, as JSON. `number` is the prompt's, `index` the sequence's."""

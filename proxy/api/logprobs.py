@@ -101,12 +101,6 @@ class CompletionLogprobs:
         return top
 
 
-def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Join parts of CompletionLogprobs."""
-    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-    return {name: [value for part in parts for value in part[name]] for name in names}
-
-
 def _finite(logprob: float) -> float:
     return max(logprob, MIN_LOGPROB)
 

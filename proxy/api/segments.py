@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from common.sampling_params import TimestampRules
 from common.text.whisper_rules import compression_ratio
-from common.text.whisper_words import Word
 
 TIMESTAMP_S: Final = 0.02
 """Seconds between consecutive timestamp tokens."""
@@ -82,11 +81,6 @@ def split_at_timestamps(
         start_s = time_s
     close(end_s)
     return segments
-
-
-def of_words(words: Iterable[Word]) -> list[Segment]:
-    """Return a segment for each word, for subtitles word by word."""
-    return [Segment(word.start_s, word.end_s, word.text, (), word.start_s) for word in words]
 
 
 def as_srt(segments: Iterable[Segment]) -> str:

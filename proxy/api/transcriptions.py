@@ -21,7 +21,7 @@ from common.text.whisper_prompt import Task, language_name
 from common.text.whisper_rules import TEMPERATURES, Rules
 from proxy.api.logprobs import LogprobShapes
 from proxy.api.sampling_fields import Int32, Seed, plain_drawing, refuse_sampling
-from proxy.api.segments import as_srt, as_vtt, of_words
+from proxy.api.segments import Segment, as_srt, as_vtt
 from proxy.api.speech import Speech, SpeechOptions
 from proxy.media.voice import VoiceOptions
 from proxy.server.errors import from_validation
@@ -267,7 +267,9 @@ def _validate(raw: FormData) -> TranscriptionForm:
 
 
 def _answer(service: Service, form: TranscriptionForm, speech: Speech, task: Task) -> Response:
-    cues = of_words(speech.words) if form.has_words else speech.segments()
+    cues = segments = speech.segments()
+    if form.has_words:  # word by word
+        cues = [Segment(word.start_s, word.end_s, word.text, (), word.start_s) for word in speech.words]
     match form.response_format:
         case "text":
             return PlainTextResponse(speech.text + "\n")
@@ -284,7 +286,7 @@ def _answer(service: Service, form: TranscriptionForm, speech: Speech, task: Tas
     if form.has_words:
         extra["words"] = [word.to_json() for word in speech.words]
     if not form.has_words or "segment" in form.timestamp_granularities:
-        extra["segments"] = [one.to_json(index) for index, one in enumerate(speech.segments())]
+        extra["segments"] = [one.to_json(index) for index, one in enumerate(segments)]
     return JSONResponse(
         {
             "task": task,
