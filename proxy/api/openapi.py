@@ -38,14 +38,15 @@ _ERROR: Final = {
 }
 _STATUS: Final = {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}}
 _ANY: Final = {"type": "object"}
-_BODIES: Final = (
-    ChatRequest,
-    CompletionRequest,
-    ResponsesRequest,
-    TranscriptionForm,
-    TokenizeRequest,
-    DetokenizeRequest,
-)
+_BODIES: Final[dict[str, type[BaseModel]]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/audio/transcriptions": TranscriptionForm,
+    "/v1/audio/translations": TranscriptionForm,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
 _LIMIT: Final = {
     "name": "limit",
     "in": "query",
@@ -57,7 +58,8 @@ _LIMIT: Final = {
 @functools.cache
 def document() -> dict[str, Any]:
     """Return the document in OpenAPI 3.1, to be assigned to `FastAPI.openapi`."""
-    _, schemas = models_json_schema([(model, "validation") for model in _BODIES], ref_template=_REF)
+    models = dict.fromkeys(_BODIES.values())
+    _, schemas = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
     definitions = schemas["$defs"]
     for model in (ChatRequest, CompletionRequest):
         _close(definitions[model.__name__], model)
@@ -76,14 +78,8 @@ def document() -> dict[str, Any]:
 
 def _paths() -> dict[str, Any]:
     return {
-        "/v1/chat/completions": _post("application/json", ChatRequest),
-        "/v1/completions": _post("application/json", CompletionRequest),
-        "/v1/responses": _post("application/json", ResponsesRequest),
+        **{path: _post(model) for path, model in _BODIES.items()},
         "/v1/responses/{response_id}": _kept_response(),
-        "/v1/audio/transcriptions": _post("multipart/form-data", TranscriptionForm),
-        "/v1/audio/translations": _post("multipart/form-data", TranscriptionForm),
-        "/tokenize": _post("application/json", TokenizeRequest),
-        "/detokenize": _post("application/json", DetokenizeRequest),
         "/v1/models": _get("The served model.", _ANY),
         "/v1/models/{model}": _get("One model.", _ANY, model="Name of the served model."),
         "/v1/cluster": _get("The instances by role: state, load, queues, caches.", _ANY),
@@ -103,11 +99,11 @@ def _paths() -> dict[str, Any]:
     }
 
 
-def _post(media_type: str, model: type[BaseModel]) -> dict[str, Any]:
-    schema = {"$ref": _REF.format(model=model.__name__)}
+def _post(model: type[BaseModel]) -> dict[str, Any]:
+    media_type, schema = "application/json", {"$ref": _REF.format(model=model.__name__)}
     answers: dict[str, Any] = {"application/json": {"schema": _ANY}, "text/event-stream": {}}
-    if media_type == "multipart/form-data":
-        answers["text/plain"] = {}
+    if model is TranscriptionForm:
+        media_type, answers["text/plain"] = "multipart/form-data", {}
     return {
         "post": {
             "summary": (model.__doc__ or "").partition("\n")[0],
