@@ -104,10 +104,11 @@ async def _encoder_decoder_job(
 ) -> Job:
     own = "prompt" if body.encoder_prompt is None else "encoder_prompt"
     if body.add_special_tokens is False:
-        encode = partial(asyncio.to_thread, service.text.encode_prompt, add_special_tokens=False)
-        prompt = await encode(prompt, own) if isinstance(prompt, str) else prompt
+        encode = partial(service.text.encode_prompt, add_special_tokens=False)
+        if isinstance(prompt, str):
+            prompt = await asyncio.to_thread(encode, prompt, own)
         if isinstance(decoder_prompt, str):
-            decoder_prompt = await encode(decoder_prompt, "decoder_prompt")
+            decoder_prompt = await asyncio.to_thread(encode, decoder_prompt, "decoder_prompt")
     prompts = prompt, decoder_prompt
     return await job_of_pair(service, body, request_id, prompts, partial(_sampling, service, body), own)
 
