@@ -7,7 +7,6 @@ One thread drives it. It knows no network: `LLM` drives it in one process, a wor
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence as ListOf
 
 import torch
@@ -40,9 +39,6 @@ from engine.state.events import Event
 from engine.state.spec import Table
 
 LEASE_S = 30.0
-
-# Received tensors are views of the message they came in, and only ever read.
-warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
 
 
 class DecoderEngine:
