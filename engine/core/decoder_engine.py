@@ -16,11 +16,12 @@ from common.errors import TriptychError
 from common.messages import KV_INPUT_ID, Failed, InputSlot, KvOffer, Offer, Resumed
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
+from engine.attention.metadata import cross_plans_reused
 from engine.cache.block_manager import BlockManager
 from engine.cache.block_pool import BlockPool, IntegrityError
 from engine.cache.encoder_cache import EncoderCacheManager
-from engine.core import engine_stats
 from engine.core.decoding import Decoding
+from engine.core.encoder_engine import encoder_computations
 from engine.core.output_processor import OutputProcessor
 from engine.core.request_factory import RequestFactory
 from engine.core.step_loop import StepLoop
@@ -304,17 +305,53 @@ class DecoderEngine:
 
     def stats(self) -> dict[str, float]:
         """Return gauges and counters of this moment; counters end in `_total`."""
-        parts = (
-            self.loop,
-            self.output,
-            self.input_receiver,
-            self.kv_receiver,
-            self.kv_exporter,
-            self.scheduler,
-            self.blocks,
-        )
-        counters = [self.counters, *(part.counters for part in parts)]
-        gauges = engine_stats.gauges(self.runner, self.scheduler, self.input_receiver, self.kv_receiver)
-        totals = engine_stats.totals(self.runner, self.input_receiver, self.kv_receiver, counters)
-        waiting = len(self.state.requests) - len(self.scheduler.running)
-        return {"last_step_tokens": self.loop.last_step_tokens, "requests_waiting": waiting} | gauges | totals
+        return self._gauges() | {f"{name}_total": float(value) for name, value in self._counts().items()}
+
+    def _gauges(self) -> dict[str, float]:
+        """Return values that rise and fall."""
+        runner, scheduler, blocks, cache = self.runner, self.scheduler, self.blocks, self.cache
+        return {
+            "last_step_tokens": self.loop.last_step_tokens,
+            "requests_running": len(scheduler.running),
+            "requests_waiting": len(self.state.requests) - len(scheduler.running),
+            "prefill_limit_tokens": scheduler.pace.last_limit if scheduler.pace is not None else 0,
+            "kv_blocks_usable": blocks.pool.num_usable,
+            "kv_blocks_free": blocks.num_free,
+            "kv_blocks_used": blocks.num_used,
+            "kv_blocks_cached": blocks.num_cached,
+            "kv_host_blocks_free": blocks.host.num_free,
+            "kv_host_blocks_used": blocks.host.num_used,
+            "kv_block_bytes": runner.block_bytes,
+            "encoder_cache_bytes_capacity": cache.capacity_bytes,
+            "encoder_cache_bytes_used": cache.used_bytes,
+            "encoder_cache_bytes_peak": cache.peak_bytes,
+            "encoder_cache_references": cache.num_references,
+            "inputs_pending": len(self.input_receiver.pending),
+            "inputs_granted": len(self.input_receiver.granted),
+            "kv_offers_pending": len(self.kv_receiver.pending),
+            "early_offers": len(self.input_receiver.early) + len(self.kv_receiver.early),
+            "kv_reserved_requests": len(self.kv_receiver.reserved),
+            "steps_recorded": len(runner.graphs.sizes) if runner.graphs is not None else 0,
+            "weight_bytes": runner.load_report.parameter_bytes,
+            "attention_fallback": int(runner.backend.is_fallback),
+            "layers_fallback": int(runner.layers_are_fallback),
+            "adapters_loaded": 0 if runner.adapters is None else len(runner.adapters.loaded),
+            "encoder_computations": encoder_computations.value,
+            **runner.memory.stats(),
+        }
+
+    def _counts(self) -> dict[str, int]:
+        """Return values that only grow: the counters of the parts, and more."""
+        runner, early = self.runner, (self.input_receiver.early, self.kv_receiver.early)
+        senders = self.input_receiver, self.kv_receiver, self.kv_exporter
+        parts = (self, self.loop, self.output, *senders, self.scheduler, self.blocks)
+        counts = {name: value for part in parts for name, value in part.counters.items()}
+        counts |= {} if runner.adapters is None else runner.adapters.counters
+        return counts | {
+            "steps_replayed": 0 if runner.graphs is None else runner.graphs.num_replays,
+            "cross_plans_reused": cross_plans_reused.value,
+            "encoder_cache_evictions": self.cache.evictions,
+            "encoder_cache_hits": self.cache.hits,
+            "early_offers_expired": sum(offers.num_expired for offers in early),
+            "early_offers_evicted": sum(offers.num_evicted for offers in early),
+        }
