@@ -28,6 +28,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from common.errors import ErrorInfo
 from common.messages import Failed
@@ -49,39 +50,26 @@ from engine.state.request import Request, Sequence
 log = get_logger()
 
 
+@dataclass(eq=False)
 class StepLoop:
     """Drives the parts of an engine; `ahead` lets steps overlap."""
 
-    def __init__(
-        self,
-        state: EngineState,
-        runner: DecoderRunner,
-        scheduler: DecoderScheduler,
-        input_receiver: InputReceiver,
-        kv_receiver: KvReceiver,
-        kv_exporter: KvExporter,
-        decoding: Decoding,
-        output: OutputProcessor,
-        *,
-        ahead: bool,
-    ) -> None:
-        self._state = state
-        self._is_alive = state.is_alive
-        self._runner = runner
-        self._scheduler = scheduler
-        self._blocks = scheduler.blocks
-        self._cache_lookup = scheduler.cache_lookup
-        self._input_receiver = input_receiver
-        self._kv_receiver = kv_receiver
-        self._kv_exporter = kv_exporter
-        self._decoding = decoding
-        self._output = output
-        self._ahead = ahead
-        self.in_flight: TokensInFlight | None = None
-        """Tokens of a launched step that are not known yet."""
-        self.last_step_tokens = 0
-        self._launched: tuple[ScheduledStep, float] | None = None  # whose tokens are in flight; seconds of its launch
-        self._waited_s = 0.0
+    state: EngineState
+    runner: DecoderRunner
+    scheduler: DecoderScheduler
+    input_receiver: InputReceiver
+    kv_receiver: KvReceiver
+    kv_exporter: KvExporter
+    decoding: Decoding
+    output: OutputProcessor
+    ahead: bool
+    in_flight: TokensInFlight | None = None
+    """Tokens of a launched step that are not known yet."""
+    last_step_tokens: int = 0
+    _launched: tuple[ScheduledStep, float] | None = None  # whose tokens are in flight; seconds of its launch
+    _waited_s: float = 0.0
+
+    def __post_init__(self) -> None:
         self.counters = {"steps": 0, "steps_ahead": 0, "surplus_tokens": 0, "recomputed_tokens": 0}
         self.counters |= {"requests_failed": 0}
 
@@ -93,7 +81,7 @@ class StepLoop:
         began_s, was_in_flight, self._waited_s = time.perf_counter(), self.in_flight is not None, 0.0
         step = self._step()
         again = True if was_in_flight and not step.sequences else self._make_room(step)
-        self.end(*self._kv_exporter.report(step))
+        self.end(*self.kv_exporter.report(step))
         self.last_step_tokens = sum(step.num_tokens)
         self._observe(step, time.perf_counter() - began_s)
         return again
@@ -102,9 +90,9 @@ class StepLoop:
         """Tell the pace how long a step took: its launch and the wait for its tokens, in two turns if it ran ahead."""
         launched = step, seconds - self._waited_s
         ended, self._launched = (launched, None) if self.in_flight is None else (self._launched, launched)
-        if self._scheduler.pace is not None and ended is not None and ended[0].sequences:
-            works_meanwhile = self._runner.device.type != "cpu"
-            self._scheduler.pace.observe(ended[0], ended[1] + self._waited_s, ended[1] if works_meanwhile else 0.0)
+        if self.scheduler.pace is not None and ended is not None and ended[0].sequences:
+            works_meanwhile = self.runner.device.type != "cpu"
+            self.scheduler.pace.observe(ended[0], ended[1] + self._waited_s, ended[1] if works_meanwhile else 0.0)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -115,7 +103,7 @@ class StepLoop:
     # --- the loop
 
     def _step(self) -> ScheduledStep:
-        if self._scheduler.held_back:
+        if self.scheduler.held_back:
             self._collect()
         step = self._schedule()
         if not step.sequences:
@@ -123,7 +111,7 @@ class StepLoop:
             return step
         output = self._run(step)
         self.counters["steps_ahead"] += self.in_flight is not None
-        if not (self._ahead and self._decoding.can_run_ahead(output)):
+        if not (self.ahead and self.decoding.can_run_ahead(output)):
             if self.in_flight is not None:
                 self._collect()
                 output = self._without_ended(output)
@@ -131,8 +119,8 @@ class StepLoop:
             return step
         launched = self._launch(output)
         self._collect(launched)
-        alive = _requests_of(sequence for sequence in launched.sequences if self._is_alive(sequence))
-        if not all(map(self._output.fits_ever, alive)):  # a request may outgrow the pool
+        alive = _requests_of(sequence for sequence in launched.sequences if self.state.is_alive(sequence))
+        if not all(map(self.output.fits_ever, alive)):  # a request may outgrow the pool
             self._collect()
         return step
 
@@ -141,24 +129,24 @@ class StepLoop:
     def settle_inputs(self) -> None:
         """End expired leases and grant free memory, for inputs and for KV."""
         now_s = time.monotonic()
-        self._input_receiver.expire(now_s)
-        self._input_receiver.grant()
-        self._kv_receiver.expire(now_s)
-        self._kv_receiver.grant()
-        self.end(*self._kv_exporter.settle())
+        self.input_receiver.expire(now_s)
+        self.input_receiver.grant()
+        self.kv_receiver.expire(now_s)
+        self.kv_receiver.grant()
+        self.end(*self.kv_exporter.settle())
 
     def _schedule(self) -> ScheduledStep:
         self.settle_inputs()
-        step = self._scheduler.schedule()
-        self._input_receiver.update(self._scheduler.pop_changed())
-        moves = self._blocks.pop_moves()
+        step = self.scheduler.schedule()
+        self.input_receiver.update(self.scheduler.pop_changed())
+        moves = self.scheduler.blocks.pop_moves()
         if moves:
-            self._runner.move(moves)
-        return step if self._runner.adapters is None else self._with_adapters(step, self._runner.adapters)
+            self.runner.move(moves)
+        return step if self.runner.adapters is None else self._with_adapters(step, self.runner.adapters)
 
     def _with_adapters(self, step: ScheduledStep, pool: AdapterPool) -> ScheduledStep:
         """Load the adapters of all requests that hold memory; those with one that cannot be read fail, and leave."""
-        holders = [*self._scheduler.running, *self._scheduler.reserved]
+        holders = [*self.scheduler.running, *self.scheduler.reserved]
         failed = pool.load(adapters_of(holders))
         for request in holders if failed else ():
             if request.sampling.adapter in failed:
@@ -174,8 +162,8 @@ class StepLoop:
             if request.num_preemptions == 0:
                 request.recorder.start("prefill")
                 log.debug("prefill begun", request=request.request_id)
-        self._runner.buffers.acquire_slots(step.sequences)
-        output = self._runner.run(step, self._blocks, self._input_receiver.cache)
+        self.runner.buffers.acquire_slots(step.sequences)
+        output = self.runner.run(step, self.scheduler.blocks, self.input_receiver.cache)
         self.counters["steps"] += 1
         for sequence, count in zip(step.sequences, step.num_tokens, strict=True):
             if sequence.num_computed_tokens < sequence.num_lost_tokens:
@@ -184,77 +172,77 @@ class StepLoop:
                 )
             sequence.num_computed_tokens += count
         for request in _requests_of(step.sequences):
-            self._input_receiver.consume(request)
-            self._cache_lookup.remember(request)
+            self.input_receiver.consume(request)
+            self.scheduler.cache_lookup.remember(request)
         return output
 
     def _choose(self, output: StepOutput) -> None:
         with self._waiting():
-            results = self._decoding.choose(output)
+            results = self.decoding.choose(output)
         for result in results:
             if isinstance(result, NewToken):
-                if self._is_alive(result.sequence):  # else a sibling has failed in this step
+                if self.state.is_alive(result.sequence):  # else a sibling has failed in this step
                     self._emit_token(result)
-            elif self._state.requests.get(result.request.request_id) is not result.request:
+            elif self.state.requests.get(result.request.request_id) is not result.request:
                 continue  # the request has failed in this step
             elif isinstance(result, BeamsEnded):
-                messages = self._output.beams(result)
+                messages = self.output.beams(result)
                 self.end(result.request)
-                self._state.emit(*messages)
+                self.state.emit(*messages)
             else:
                 self.fail(result.request, result.error)
 
     def _emit_token(self, new: NewToken) -> None:
-        message = self._output.token(new)
+        message = self.output.token(new)
         if message.done:
             self.end(new.sequence.request)
-        self._state.emit(message)
+        self.state.emit(message)
 
     def _make_room(self, step: ScheduledStep) -> bool:
         """Make room for waiting requests. If no request could run, a request may have to yield."""
         if not step.sequences:
-            freed = self._input_receiver.revoke(only_blocked=False)
-            freed = freed or (not self._input_receiver.granted and self._scheduler.yield_blocks())
-            self._input_receiver.update(self._scheduler.pop_changed())
+            freed = self.input_receiver.revoke(only_blocked=False)
+            freed = freed or (not self.input_receiver.granted and self.scheduler.yield_blocks())
+            self.input_receiver.update(self.scheduler.pop_changed())
             return freed
-        self._input_receiver.grant()
-        self._kv_receiver.grant()
-        if self._input_receiver.revoke(only_blocked=True):
-            self._input_receiver.grant()
-        return self._input_receiver.is_stuck  # if nothing runs next time, the branch above decides
+        self.input_receiver.grant()
+        self.kv_receiver.grant()
+        if self.input_receiver.revoke(only_blocked=True):
+            self.input_receiver.grant()
+        return self.input_receiver.is_stuck  # if nothing runs next time, the branch above decides
 
     # --- tokens in flight
 
     def _launch(self, output: StepOutput) -> TokensInFlight:
         """Choose the tokens of a step on the device, for the next step to read in place."""
-        in_flight = self._decoding.launch(output)
-        self._runner.buffers.acquire_slots(in_flight.sequences)
+        in_flight = self.decoding.launch(output)
+        self.runner.buffers.acquire_slots(in_flight.sequences)
         slots = [sequence.slot_index for sequence in in_flight.sequences]
-        self._runner.last_tokens.put(slots, in_flight.tokens.on_device)
+        self.runner.last_tokens.put(slots, in_flight.tokens.on_device)
         for sequence in in_flight.sequences:
-            sequence.is_full = self._output.is_full(sequence, len(sequence.token_ids))
+            sequence.is_full = self.output.is_full(sequence, len(sequence.token_ids))
         return in_flight
 
     def _collect(self, launched: TokensInFlight | None = None) -> None:
         """Emit the tokens in flight once known; the step just `launched` is in flight afterwards."""
         in_flight, self.in_flight = self.in_flight, launched
         if launched is None:
-            self._scheduler.held_back = False
+            self.scheduler.held_back = False
         if in_flight is None:
             return
         with self._waiting():
-            tokens = self._decoding.collect(in_flight)
+            tokens = self.decoding.collect(in_flight)
         for new in tokens:
-            if self._is_alive(new.sequence):
+            if self.state.is_alive(new.sequence):
                 self._emit_token(new)
             else:
                 self.counters["surplus_tokens"] += 1
-        for request in _requests_of(sequence for sequence in in_flight.sequences if self._is_alive(sequence)):
-            self._cache_lookup.remember(request)
+        for request in _requests_of(sequence for sequence in in_flight.sequences if self.state.is_alive(sequence)):
+            self.scheduler.cache_lookup.remember(request)
 
     def _without_ended(self, output: StepOutput) -> StepOutput:
         """Keep the rows of live sequences: the previous step's tokens may have ended others."""
-        rows = [row for row, sequence in enumerate(output.sequences) if self._is_alive(sequence)]
+        rows = [row for row, sequence in enumerate(output.sequences) if self.state.is_alive(sequence)]
         self.counters["surplus_tokens"] += len(output.sequences) - len(rows)
         if len(rows) == len(output.sequences):
             return output
@@ -266,18 +254,18 @@ class StepLoop:
     def end(self, *requests: Request) -> None:
         """Free everything that live requests hold. Unfinished handoffs are cancelled."""
         for request in requests:
-            self._kv_receiver.end_request(request.request_id, request.attempt)
-            self._scheduler.remove(request)
-            self._input_receiver.end_request(request)
-            self._kv_exporter.forget(request.request_id)
-            del self._state.requests[request.request_id]
-            self._state.has_changed = True
+            self.kv_receiver.end_request(request.request_id, request.attempt)
+            self.scheduler.remove(request)
+            self.input_receiver.end_request(request)
+            self.kv_exporter.forget(request.request_id)
+            del self.state.requests[request.request_id]
+            self.state.has_changed = True
 
     def fail(self, request: Request, error: ErrorInfo) -> None:
         """End a live request with an error."""
         self.end(request)
         self.counters["requests_failed"] += 1
-        self._state.emit(Failed(request.request_id, error, request.attempt))
+        self.state.emit(Failed(request.request_id, error, request.attempt))
 
 
 def _requests_of(sequences: Iterable[Sequence]) -> Iterable[Request]:

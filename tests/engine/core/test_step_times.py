@@ -20,7 +20,7 @@ def test_the_pace_hears_of_a_steps_own_launch_and_of_the_wait_for_it(
 ) -> None:
     """Steps with prompts are slow to launch here: that is not the time of the decode step that is waited for next."""
     engine, clock_s, told = ahead_engine(tiny_llama), [0.0], list[tuple[bool, float]]()
-    loop, launch, wait = engine.loop, engine.runner.run, engine.loop._decoding.collect
+    loop, launch, wait = engine.loop, engine.runner.run, engine.loop.decoding.collect
 
     def slow_launch(step: ScheduledStep, *rest: Any) -> Any:
         clock_s[0] += 30.0 if sum(step.num_tokens) > step.num_decodes else 1.0
@@ -36,7 +36,7 @@ def test_the_pace_hears_of_a_steps_own_launch_and_of_the_wait_for_it(
 
     monkeypatch.setattr(step_loop, "time", SimpleNamespace(perf_counter=lambda: clock_s[0], monotonic=time.monotonic))
     monkeypatch.setattr(engine.runner, "run", slow_launch)
-    monkeypatch.setattr(loop._decoding, "collect", slow_wait)
+    monkeypatch.setattr(loop.decoding, "collect", slow_wait)
     engine.scheduler.pace = cast(Any, SimpleNamespace(observe=hear, limit=lambda *_: None, last_limit=0))
     driver = Driver(engine)
     for name in "abc":
