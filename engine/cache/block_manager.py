@@ -46,7 +46,7 @@ class BlockManager:
 
     def __init__(self, pool: BlockPool, block_size: int, host_pool: BlockPool | None = None) -> None:
         self.pool = pool
-        self.host = HostTables(host_pool)
+        self.host = HostTables(host_pool or BlockPool(1))
         self.block_size = block_size
         self.counters = {"cross_table_hits": 0, "forks": 0, "block_copies": 0, "blocks_swapped_out": 0}
         self.counters |= {"blocks_swapped_in": 0, "prefix_evictions": 0}
@@ -243,7 +243,7 @@ class BlockManager:
     def can_swap_out(self, request_id: str, sequence_ids: Sequence[int]) -> bool:
         """Return whether the host has room for a request, and whether its cross table, if any, is worth keeping."""
         needed = len(self.held_blocks(sequence_ids)) + len(self.get_cross_block_table(request_id))
-        return self.host.pool is not None and needed <= self.host.num_free and not self.needs_writing(request_id)
+        return self.host.pool.num_usable > 0 and needed <= self.host.num_free and not self.needs_writing(request_id)
 
     def swap_out(self, request_id: str, sequence_ids: Sequence[int]) -> None:
         """Move the tables of a request to the host. Blocks shared with other requests stay on the device for them."""

@@ -22,8 +22,6 @@ class BlockPool:
     """Free and used blocks of one device. `num_blocks` includes block 0, reserved for padding and never handed out."""
 
     def __init__(self, num_blocks: int) -> None:
-        if num_blocks < 2:
-            raise ValueError(f"a block pool needs at least 2 blocks, not {num_blocks}")
         self.num_blocks, self.num_usable = num_blocks, num_blocks - 1
         self._free = list(range(num_blocks - 1, 0, -1))
         self._references: dict[int, int] = {}
@@ -54,16 +52,12 @@ class BlockPool:
 
         A run can be read as one slice instead of being gathered; long read-only tables (cross-attention) profit.
         """
-        if count > len(self._free):
-            raise ValueError(f"{count} blocks asked for, {self.num_free} free")
-        self._free.sort(reverse=True)
         free = self._free
+        free.sort(reverse=True)
         for end in range(len(free), count - 1, -1):
             if free[end - count] - free[end - 1] == count - 1:
-                run = free[end - count : end][::-1]
-                del free[end - count : end]
-                self._references.update(dict.fromkeys(run, 1))
-                return run
+                free[end - count :] = free[end:] + free[end - count : end]  # the last are allocated
+                break
         return self.allocate(count)
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -110,26 +104,21 @@ class SwappedRequest:
 
 
 class HostTables:
-    """Assign host blocks to requests. Without a `pool` the host has no room."""
+    """Assign host blocks to requests."""
 
-    def __init__(self, pool: BlockPool | None) -> None:
+    def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
         self.requests: dict[str, SwappedRequest] = {}
         self._request_of: dict[int, str] = {}  # by sequence
 
     @property
     def num_free(self) -> int:
-        return 0 if self.pool is None else self.pool.num_free
-
-    @property
-    def num_used(self) -> int:
-        return 0 if self.pool is None else self.pool.num_usable - self.pool.num_free
+        return self.pool.num_free
 
     def put(
         self, request_id: str, tables: Mapping[int, Sequence[int]], cross: Sequence[int], content: str
     ) -> dict[int, int]:
         """Store the tables of a request; return pairs of device block and host block."""
-        assert self.pool is not None
         distinct = sorted({block for table in tables.values() for block in table} | set(cross))
         host = dict(zip(distinct, self.pool.allocate(len(distinct)), strict=True))
         moved = {name: [host[block] for block in table] for name, table in tables.items()}
@@ -143,27 +132,23 @@ class HostTables:
         swapped = self.requests.pop(request_id)
         for name, table in swapped.tables.items():
             del self._request_of[name]
-            self._free(table)
-        self._free(swapped.cross)
+            self.pool.free(table)
+        self.pool.free(swapped.cross)
         return swapped
 
     def free(self, sequence_id: int) -> None:
         """Free a sequence's table. A sequence without a table is ignored."""
         request_id = self._request_of.pop(sequence_id, None)
         if request_id is not None:
-            self._free(self.requests[request_id].tables.pop(sequence_id))
+            self.pool.free(self.requests[request_id].tables.pop(sequence_id))
             self._forget_if_empty(request_id)
 
     def free_cross(self, request_id: str) -> None:
         """Free a request's cross table. A request without a cross table is ignored."""
         if request_id in self.requests:
-            self._free(self.requests[request_id].cross)
+            self.pool.free(self.requests[request_id].cross)
             self.requests[request_id].cross = []
             self._forget_if_empty(request_id)
-
-    def _free(self, blocks: Sequence[int]) -> None:
-        assert self.pool is not None
-        self.pool.free(blocks)
 
     def _forget_if_empty(self, request_id: str) -> None:
         if not (self.requests[request_id].tables or self.requests[request_id].cross):
@@ -171,8 +156,6 @@ class HostTables:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless references and tables add up."""
-        if self.pool is None:
-            return
         self.pool.check_integrity()
         tables = [table for swapped in self.requests.values() for table in (*swapped.tables.values(), swapped.cross)]
         counts = Counter(block for table in tables for block in table)

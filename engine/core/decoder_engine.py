@@ -63,7 +63,7 @@ class DecoderEngine:
         self.info, self.config = info, config
         self.runner = load_runner(info, config, beside_bytes)
         self.cache = EncoderCacheManager(self.runner.memory.encoder_cache)
-        host_pool = BlockPool(self.runner.num_host_blocks + 1) if self.runner.num_host_blocks else None
+        host_pool = BlockPool(self.runner.num_host_blocks + 1)
         self.blocks = BlockManager(BlockPool(self.runner.num_blocks), config.block_size, host_pool)
         self.cache_lookup = CacheLookup(self.blocks, enabled=config.prefix_caching)
         offer_check = KvOfferCheck.of(info, self.runner.spec, self.runner.max_model_len, self.runner.dtype)
@@ -320,7 +320,7 @@ class DecoderEngine:
             "kv_blocks_used": blocks.num_used,
             "kv_blocks_cached": blocks.num_cached,
             "kv_host_blocks_free": blocks.host.num_free,
-            "kv_host_blocks_used": blocks.host.num_used,
+            "kv_host_blocks_used": blocks.host.pool.num_used,
             "kv_block_bytes": runner.block_bytes,
             "encoder_cache_bytes_capacity": cache.capacity_bytes,
             "encoder_cache_bytes_used": cache.used_bytes,
