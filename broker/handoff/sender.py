@@ -7,7 +7,7 @@
                   +-------------------+-- error, cancel, deadline -----+--> done
 
 Its key is (request id, input id, attempt). Messages that fit no handoff in the right state are duplicates or strays:
-counted and ignored. The receiver's engine decides on offers; see DecoderEngine.offer and offer_kv.
+counted and ignored. The receiver's engine decides on offers; see DecoderEngine.offer.
 
 Redis may lose messages. So an offer is repeated, with the same attempt, until its grant and then each receipt has come:
 a receiver that knows the offer answers again. A receiver that still waits for the tensor gets it again, as after a

@@ -122,7 +122,7 @@ class DecoderEngine:
         """Accept a request. Errors come as a Failed event; a known id is ignored.
 
         With `prefill_only` its keys and values are computed for another engine, up to the last token but one; it ends
-        by `end_prefill`. With `prefilled` they come from another engine, by `offer_kv` and `deliver_kv`.
+        by `end_prefill`. With `prefilled` they come from another engine, by `offer` and `deliver_kv`.
         `attempt` comes back in the request's events: those of an aborted request may be read when its id is in use
         again.
         """
@@ -194,13 +194,18 @@ class DecoderEngine:
         request.sequences.remove(sequence)
         self.input_receiver.update(self.scheduler.pop_changed())
 
-    def offer(self, offer: Offer) -> None:
-        """An encoder offers an input. The answer is an event: granted, cached, refused or cancelled.
+    def offer(self, offer: Offer | KvOffer) -> None:
+        """An encoder offers an input, or another engine keys and values. The answer is an event: granted, cached,
+        refused or cancelled, of KV with input id KV_INPUT_ID.
 
-        The offer is for the request that was, or will be, added with its `request_attempt`.
+        The offer is for the request that was, or will be, added with its `request_attempt`. The same offer of KV again,
+        while they are on their way, is a sign of life that prolongs the lease.
         """
         self.state.has_changed = True
-        self.input_receiver.offer(offer)
+        if isinstance(offer, KvOffer):
+            self.kv_receiver.offer(offer)
+        else:
+            self.input_receiver.offer(offer)
         self._fail_what_never_fits(offer.request_id)
 
     def withdraw(self, request_id: str, input_id: int, attempt: int) -> None:
@@ -240,16 +245,6 @@ class DecoderEngine:
         complete."""
         self.state.has_changed = True
         self.loop.end(*self.kv_exporter.end(request_id))
-
-    def offer_kv(self, offer: KvOffer) -> None:
-        """Another engine offers keys and values. The answer is an event, as for inputs, with input id KV_INPUT_ID.
-
-        The same offer again, while they are on their way, is a sign of life that prolongs the lease. They are for the
-        request that was, or will be, added with its `request_attempt`.
-        """
-        self.state.has_changed = True
-        self.kv_receiver.offer(offer)
-        self._fail_what_never_fits(offer.request_id)
 
     def deliver_kv(self, request_id: str, attempt: int, part: KvPart) -> None:
         """Write a part of granted KV. The bytes are copied before the return."""

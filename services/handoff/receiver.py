@@ -80,14 +80,10 @@ class HandoffReceiver:
                 self._answer(message.sender, Grant(*key, "cancelled"))
             case Offer() | KvOffer() if (error := self._refusal(key, message)) is not None:
                 self._answer(message.sender, Grant(*key, "refused", error=error))
-            case Offer():
+            case Offer() | KvOffer():
                 self._context.hops.mark(key, "offer_received")
                 self._offers[key] = message
                 self._thread.submit(lambda engine: engine.offer(message))
-            case KvOffer():
-                self._context.hops.mark(key, "offer_received")
-                self._offers[key] = message
-                self._thread.submit(lambda engine: engine.offer_kv(message))
             case Withdraw():
                 self._withdraw(key, message)
             case _:

@@ -120,7 +120,7 @@ class Pair:
         if isinstance(event, KvReady):
             transfer.offer = event.offer
             offer = msgspec.structs.replace(event.offer, attempt=transfer.attempt, deadline_s=FAR_S)
-            self.receiver.engine.offer_kv(offer)
+            self.receiver.engine.offer(offer)
         elif isinstance(event, KvComputed):
             transfer.num_computed = event.num_tokens
         elif isinstance(event, Failed):

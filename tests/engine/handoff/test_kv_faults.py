@@ -58,7 +58,7 @@ class IntakeHarness:
         self, attempt: int = 0, deadline_s: float = FAR_S, request_attempt: int = 0, **changes: object
     ) -> list[Event]:
         changes |= {"attempt": attempt, "deadline_s": deadline_s, "request_attempt": request_attempt}
-        self.engine.offer_kv(msgspec.structs.replace(self.described, **changes))
+        self.engine.offer(msgspec.structs.replace(self.described, **changes))
         return self.answers()
 
     def deliver(self, first: int, last: int, *, table: Table = "self", attempt: int = 0, part: int = 0) -> list[Event]:
