@@ -13,7 +13,7 @@ from common.model_info import ModelInfo
 from engine.models.base import AttentionContext
 from engine.models.config import TextConfig, read_text_config, sliding_layers
 from engine.models.layers import Linear, Rotary, activation, rotate
-from engine.models.llama import LLAMA_LAYOUT, MULTIMODAL_LAYOUT, LlamaDecoder
+from engine.models.llama import LlamaDecoder
 
 _LOCAL_THETA = 10_000.0
 _NOT_COMPUTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
@@ -34,8 +34,7 @@ class Gemma3Decoder(LlamaDecoder):
     """
 
     def __init__(self, info: ModelInfo, config: TextConfig) -> None:
-        layout = MULTIMODAL_LAYOUT if info.media_kind else LLAMA_LAYOUT
-        super().__init__(config, max_model_len=info.max_model_len, layout=layout)
+        super().__init__(info, config)
         json = info.text_config
         whole_input_tokens = int(info.config.get("mm_tokens_per_image") or 256) if info.media_kind else 0
         self.spec = replace(self.spec, whole_input_tokens=whole_input_tokens)

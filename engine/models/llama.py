@@ -54,8 +54,7 @@ def build(info: ModelInfo) -> LlamaDecoder:
     kind = (info.config.get("text_config") or {}).get("model_type")
     if kind is not None and kind not in _NESTED_TYPES:
         raise ValueError(f"text_config.model_type {kind!r} is not supported; supported: {', '.join(_NESTED_TYPES)}")
-    layout = MULTIMODAL_LAYOUT if info.media_kind else LLAMA_LAYOUT
-    return LlamaDecoder(read_text_config(info), max_model_len=info.max_model_len, layout=layout)
+    return LlamaDecoder(info, read_text_config(info))
 
 
 class LlamaDecoder(DecoderModel):
@@ -66,7 +65,7 @@ class LlamaDecoder(DecoderModel):
 
     parts = CHECKPOINT_PARTS
 
-    def __init__(self, config: TextConfig, *, max_model_len: int, layout: CheckpointLayout) -> None:
+    def __init__(self, info: ModelInfo, config: TextConfig) -> None:
         super().__init__()
         self.spec = DecoderSpec(
             num_layers=config.num_layers,
@@ -76,10 +75,10 @@ class LlamaDecoder(DecoderModel):
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
             mrope_section=config.mrope_section,
-            max_model_len=max_model_len,
+            max_model_len=info.max_model_len,
             windows=tuple(dict.fromkeys(config.windows)),
         )
-        self.layout = layout
+        self.layout = MULTIMODAL_LAYOUT if info.media_kind else LLAMA_LAYOUT
         self.rotary = Rotary(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(LlamaLayer(config, index) for index in range(config.num_layers))

@@ -41,14 +41,15 @@ def build(info: ModelInfo) -> MllamaDecoder:
             f"cross_attention_layers {sorted(cross_layers)} of {config.num_layers} layers are not supported: "
             "expected layer numbers, and not all of them"
         )
-    return MllamaDecoder(config, cross_layers, max_model_len=info.max_model_len)
+    return MllamaDecoder(info, config, cross_layers)
 
 
 class MllamaDecoder(LlamaDecoder):
     """Layers stand in a single list, as in the checkpoint; caches count the layers of each kind from 0."""
 
-    def __init__(self, config: TextConfig, cross_layers: frozenset[int], *, max_model_len: int) -> None:
-        super().__init__(replace(config, tied=False), max_model_len=max_model_len, layout=_LAYOUT)
+    def __init__(self, info: ModelInfo, config: TextConfig, cross_layers: frozenset[int]) -> None:
+        super().__init__(info, replace(config, tied=False))
+        self.layout = _LAYOUT
         self.spec = replace(
             self.spec,
             num_layers=config.num_layers - len(cross_layers),

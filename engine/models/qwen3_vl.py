@@ -13,23 +13,23 @@ from torch import Tensor
 from common.model_info import ModelInfo
 from engine.models.base import AttentionContext
 from engine.models.config import read_text_config
-from engine.models.llama import MULTIMODAL_LAYOUT, LlamaDecoder
+from engine.models.llama import LlamaDecoder
 
 
 def build(info: ModelInfo) -> Qwen3VLDecoder:
     """Make the decoder of a model folder. Raises ValueError for an unsupported configuration."""
-    num_deepstack = len(info.config["vision_config"]["deepstack_visual_indexes"])
-    return Qwen3VLDecoder(info, num_deepstack)
+    return Qwen3VLDecoder(info)
 
 
 class Qwen3VLDecoder(LlamaDecoder):
     """Qwen3's layers with interleaved M-RoPE; the first `num_deepstack` layers add features to image tokens."""
 
-    def __init__(self, info: ModelInfo, num_deepstack: int) -> None:
+    def __init__(self, info: ModelInfo) -> None:
         config = read_text_config(info)
+        num_deepstack = len(info.config["vision_config"]["deepstack_visual_indexes"])
         if num_deepstack >= config.num_layers:  # behind the last layer not all rows are there
             raise ValueError(f"{num_deepstack} deep-stacked outputs for a decoder of {config.num_layers} layers")
-        super().__init__(config, max_model_len=info.max_model_len, layout=MULTIMODAL_LAYOUT)
+        super().__init__(info, config)
         self.num_deepstack = num_deepstack
         self.spec = replace(self.spec, encoder_hidden_size=(1 + num_deepstack) * config.hidden_size)
 

@@ -184,9 +184,9 @@ def test_old_names_of_qwen2_5_vl_and_new_ones_lead_to_the_same_tensors() -> None
 
 
 def test_a_model_uses_no_memory_before_it_is_loaded(qwen2_5_vl: Path) -> None:
-    config = read_text_config(load_model_info(str(qwen2_5_vl)))
+    info = load_model_info(str(qwen2_5_vl))
     with torch.device("meta"):
-        model = LlamaDecoder(config, max_model_len=512, layout=MULTIMODAL_LAYOUT)
+        model = LlamaDecoder(info, read_text_config(info))
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     cosines, _ = model.rotary(torch.arange(2), torch.float32)
     assert not cosines.is_meta
