@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from redis.exceptions import RedisError
@@ -25,31 +26,29 @@ ANNOUNCE_WAIT_S: Final = 2 * HEARTBEAT_S
 log = get_logger()
 
 
+@dataclass(eq=False)
 class Membership:
     """Membership from `join` to `exit`. Reports the load of `proxies`, the state of `drain` and the `figures`."""
 
-    def __init__(
-        self, registry: Registry, proxies: RequestOwners, drain: DrainState, figures: Callable[[], dict[str, float]]
-    ) -> None:
-        self._registry = registry
-        self._proxies = proxies
-        self._drain = drain
-        self._figures = figures
-        self._joined = False
-        self._joined_s = 0.0
-        self._last_contact_s = float("-inf")
+    registry: Registry
+    proxies: RequestOwners
+    drain: DrainState
+    figures: Callable[[], dict[str, float]]
+    _joined: bool = False
+    _joined_s: float = 0.0
+    _last_contact_s: float = float("-inf")
 
     async def join(self, record: InstanceRecord) -> None:
         """Enter the registry. Raises like Registry.register."""
         self._joined_s = time.monotonic()
-        await self._registry.register(record)
+        await self.registry.register(record)
         self._joined = True
         self._last_contact_s = time.monotonic()
 
     @property
     def first_request_delay_s(self) -> float:
         """Seconds from the entry to the first request; 0 before the first request."""
-        first_s = self._proxies.first_request_s
+        first_s = self.proxies.first_request_s
         return 0.0 if first_s is None else max(0.0, first_s - self._joined_s)
 
     async def beat(self) -> None:
@@ -70,29 +69,29 @@ class Membership:
     async def exit(self) -> bool:
         """Remove the entry; False for a missing entry, or an entry of another process."""
         self._joined = False
-        return await self._registry.unregister()
+        return await self.registry.unregister()
 
     def problem(self) -> str | None:
         """Return why others must not count on this worker; None if they may."""
         if not self._joined:
             return "not registered yet"
-        if self._drain.requested:
+        if self.drain.requested:
             return "draining: it finishes what it has and takes nothing new"
         if time.monotonic() - self._last_contact_s > MAX_SILENCE_S:
             return "the broker is not reachable"
         return None
 
     async def _report(self) -> None:
-        draining = self._drain.requested
-        await self._registry.heartbeat(
-            outstanding=len(self._proxies),
-            outstanding_tokens=self._proxies.num_tokens,
+        draining = self.drain.requested
+        await self.registry.heartbeat(
+            outstanding=len(self.proxies),
+            outstanding_tokens=self.proxies.num_tokens,
             draining=draining,
-            next_role=self._drain.next_role,
-            figures=self._figures(),
+            next_role=self.drain.next_role,
+            figures=self.figures(),
         )
         if draining:
-            self._drain.announced()
+            self.drain.announced()
 
 
 def make_record(context: WorkerContext, role: RoleService, http_port: int, drain: DrainState) -> InstanceRecord:

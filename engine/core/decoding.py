@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from collections.abc import Sequence as ListOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -81,22 +81,15 @@ class BeamsEnded:
 Result: TypeAlias = NewToken | BeamsEnded | GenerationFailed
 
 
+@dataclass(eq=False)
 class Decoding:
     """Chooses tokens, and keeps sequences and block tables in step."""
 
-    def __init__(
-        self,
-        runner: DecoderRunner,
-        scheduler: DecoderScheduler,
-        sampler: Sampler,
-        eos_token_ids: ListOf[int],
-    ) -> None:
-        self._runner = runner
-        self._scheduler = scheduler
-        self._blocks = scheduler.blocks
-        self._sampler = sampler
-        self._eos_token_ids = tuple(eos_token_ids)
-        self._searches: WeakKeyDictionary[Request, BeamSearch] = WeakKeyDictionary()
+    runner: DecoderRunner
+    scheduler: DecoderScheduler
+    sampler: Sampler
+    eos_token_ids: ListOf[int]
+    _searches: WeakKeyDictionary[Request, BeamSearch] = field(default_factory=WeakKeyDictionary)
 
     @torch.inference_mode()
     def choose(self, output: StepOutput) -> list[Result]:
@@ -119,7 +112,7 @@ class Decoding:
                 results += [] if ended is None else [ended]
         if others:
             logits, sampled = self._fork_rows(output, others)
-            for sequence, one in zip(sampled, self._sampler.sample(logits, sampled), strict=True):
+            for sequence, one in zip(sampled, self.sampler.sample(logits, sampled), strict=True):
                 if one.error is not None:
                     results.append(GenerationFailed(sequence.request, one.error))
                     continue
@@ -131,14 +124,14 @@ class Decoding:
         """Return True if the host has no part in the choice of tokens: no beams, no rules on known tokens, no
         log-probabilities of a prompt."""
         return not output.prompt_rows and all(
-            not sequence.sampling.uses_beams and self._sampler.can_run_ahead(sequence) for sequence in output.sequences
+            not sequence.sampling.uses_beams and self.sampler.can_run_ahead(sequence) for sequence in output.sequences
         )
 
     @torch.inference_mode()
     def launch(self, output: StepOutput) -> TokensInFlight:
         """Choose the next tokens on the device, without waiting."""
         logits, sequences = self._fork_rows(output, list(range(len(output.sequences))))
-        tokens = self._sampler.launch(logits, sequences)
+        tokens = self.sampler.launch(logits, sequences)
         positions = [len(sequence.token_ids) for sequence in sequences]
         for sequence in sequences:
             sequence.token_ids.append(UNKNOWN_TOKEN)
@@ -181,7 +174,7 @@ class Decoding:
 
     def _fork(self, parent: Sequence, index: int) -> Sequence:
         child = parent.fork(index)
-        self._blocks.fork(parent.sequence_id, child.sequence_id)
+        self.scheduler.blocks.fork(parent.sequence_id, child.sequence_id)
         return child
 
     def _step_beams(
@@ -189,19 +182,19 @@ class Decoding:
     ) -> BeamsEnded | GenerationFailed | None:
         num_forced = len(request.prompt) + len(request.sampling.prefix_allowed)
         if len(sequences[0].token_ids) < num_forced:
-            if num_forced > self._runner.max_model_len:
-                message = too_long(num_forced, self._runner.max_model_len)
+            if num_forced > self.runner.max_model_len:
+                message = too_long(num_forced, self.runner.max_model_len)
                 return GenerationFailed(request, ErrorInfo("context_length_exceeded", message, "messages"))
             # Before the search proper: a language is detected once, not once per beam.
-            self._sampler.apply_rules(logits, sequences)
+            self.sampler.apply_rules(logits, sequences)
             sequences[0].token_ids.append(int(logits[0].argmax()))
             return None
         search = self._searches.get(request)
         if search is None:
             search = self._searches[request] = self._begin_search(request)
         log_probs = torch.log_softmax(logits, dim=-1)
-        self._sampler.apply_rules(log_probs, sequences)
-        errors = [self._sampler.error(sequence) for sequence in sequences]
+        self.sampler.apply_rules(log_probs, sequences)
+        errors = [self.sampler.error(sequence) for sequence in sequences]
         if errors[0] is not None and all(errors):
             return GenerationFailed(request, errors[0])
         beams = search.step(log_probs, [sequence.output_token_ids for sequence in sequences])
@@ -218,7 +211,7 @@ class Decoding:
             continued.add(parent.sequence_id)
         for sequence in sequences:
             if sequence.sequence_id not in continued:
-                self._scheduler.remove_sequence(sequence)
+                self.scheduler.remove_sequence(sequence)
         for index, (sequence, beam) in enumerate(zip(next_sequences, beams, strict=True)):
             sequence.index = index
             sequence.token_ids.append(beam.token_id)
@@ -227,11 +220,11 @@ class Decoding:
 
     def _begin_search(self, request: Request) -> BeamSearch:
         sampling = request.sampling
-        ends = sampling.stop_token_ids if sampling.ignore_eos else (*self._eos_token_ids, *sampling.stop_token_ids)
-        longest = min(sampling.max_tokens, self._runner.max_model_len - len(request.prompt))
+        ends = sampling.stop_token_ids if sampling.ignore_eos else (*self.eos_token_ids, *sampling.stop_token_ids)
+        longest = min(sampling.max_tokens, self.runner.max_model_len - len(request.prompt))
         num_prompt, width, rows = len(request.prompt), sampling.beam_width, request.num_encoder_tokens
-        while longest > 1 and not self._blocks.fits_ever(num_prompt, [num_prompt + longest] * width, rows):
-            longest -= self._blocks.block_size  # until the whole pool holds all beams
+        while longest > 1 and not self.scheduler.blocks.fits_ever(num_prompt, [num_prompt + longest] * width, rows):
+            longest -= self.scheduler.blocks.block_size  # until the whole pool holds all beams
         return BeamSearch(sampling, ends, max(1, longest))
 
     def _add_prompt_logprobs(self, rows: PromptRows) -> None:
@@ -256,11 +249,11 @@ class Decoding:
             # The placeholder of media may have an id for which the model has no logit.
             tokens = [0 if media[i] else request.prompt[position] for i, position in enumerate(positions)]
             offset = first - 1 - rows.first  # the logits for a token are those of the one before it
-            logits = self._runner.logits(rows.hidden[offset : offset + len(tokens)])
+            logits = self.runner.logits(rows.hidden[offset : offset + len(tokens)])
             found = describe_tokens(logits, tokens, [count] * len(tokens))
             known += [None if is_media else one for is_media, one in zip(media, found, strict=True)]
         if request.sampling.alignment is not None and len(known) == len(request.prompt) and request.cross_queries:
-            frames = self._runner.align(request, request.cross_queries, self._blocks)
+            frames = self.runner.align(request, request.cross_queries, self.scheduler.blocks)
             first = request.sampling.alignment.first_token
             for place, frame in enumerate(frames, first):
                 one = known[place]

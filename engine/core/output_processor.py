@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as ListOf
+from dataclasses import dataclass
 
 from common.messages import FinishReason, TokenLogprob, Tokens
 from common.model_info import ModelInfo
@@ -11,14 +12,15 @@ from engine.scheduler.decoder import DecoderScheduler
 from engine.state.request import Request, Sequence
 
 
+@dataclass(eq=False)
 class OutputProcessor:
     """Turns chosen tokens into messages. The last message of a request has `done`: the caller ends the request."""
 
-    def __init__(self, info: ModelInfo, scheduler: DecoderScheduler, max_model_len: int) -> None:
-        self._info = info
-        self._scheduler = scheduler
-        self._blocks = scheduler.blocks
-        self._max_model_len = max_model_len
+    info: ModelInfo
+    scheduler: DecoderScheduler
+    max_model_len: int
+
+    def __post_init__(self) -> None:
         self.counters = {"prompt_tokens": 0, "generated_tokens": 0}
 
     def token(self, new: NewToken) -> Tokens:
@@ -27,7 +29,7 @@ class OutputProcessor:
         self._count_tokens(request, 1)
         offset, reason = new.position - len(request.prompt), self._finish_reason(new)
         if reason is not None:
-            self._scheduler.remove_sequence(sequence)
+            self.scheduler.remove_sequence(sequence)
             request.sequences.remove(sequence)
         logprobs = [] if new.logprob is None else [new.logprob]
         done = not request.sequences
@@ -57,7 +59,7 @@ class OutputProcessor:
         in_prefix = new.position - len(request.prompt) < len(params.prefix_allowed)
         if token_id in params.stop_token_ids and not in_prefix:
             return "stop"
-        if token_id in self._info.eos_token_ids and not params.ignore_eos and not in_prefix:
+        if token_id in self.info.eos_token_ids and not params.ignore_eos and not in_prefix:
             return "stop"
         if self.is_full(new.sequence, new.position + 1):
             return "length"
@@ -65,17 +67,17 @@ class OutputProcessor:
         if self.fits_ever(request):
             return None
         known = [one.num_known_tokens for one in request.sequences]  # the effect of others is decided later
-        fits = self._blocks.fits_ever(len(request.prompt), known, request.num_encoder_tokens)
+        fits = self.scheduler.blocks.fits_ever(len(request.prompt), known, request.num_encoder_tokens)
         return None if fits else "length"
 
     def is_full(self, sequence: Sequence, num_tokens: int) -> bool:
         """Return True if a sequence of `num_tokens` takes no further token."""
         num_output_tokens = num_tokens - len(sequence.request.prompt)
-        return num_output_tokens >= sequence.sampling.max_tokens or num_tokens >= self._max_model_len
+        return num_output_tokens >= sequence.sampling.max_tokens or num_tokens >= self.max_model_len
 
     def fits_ever(self, request: Request) -> bool:
         """Return True if the whole pool holds all sequences of a request after another step."""
-        return self._blocks.fits_ever(
+        return self.scheduler.blocks.fits_ever(
             len(request.prompt), [len(one.token_ids) for one in request.sequences], request.num_encoder_tokens
         )
 

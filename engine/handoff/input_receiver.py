@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -27,34 +28,29 @@ from engine.state.engine_state import EngineState
 from engine.state.request import InputState, Request, RequestInput
 
 
+@dataclass(eq=False)
 class InputReceiver:
-    """Inputs of all requests of one engine."""
+    """Inputs of all requests of one engine. A grant lasts `lease_s`; `offer_check` refuses misfit offers.
 
-    def __init__(
-        self,
-        state: EngineState,
-        cache: EncoderCacheManager,
-        offer_check: OfferCheck,
-        cache_lookup: CacheLookup,
-        lease_s: float,
-    ) -> None:
-        """A grant lasts `lease_s`; `offer_check` refuses misfit offers.
+    What `cache_lookup` finds in the KV cache gets no room: it is answered as cached when its request begins.
+    """
 
-        What `cache_lookup` finds in the KV cache gets no room: it is answered as cached when its request begins.
-        """
-        self.cache = cache
-        self._emit = state.emit
-        self._cache_lookup = cache_lookup
+    state: EngineState
+    cache: EncoderCacheManager
+    offer_check: OfferCheck
+    cache_lookup: CacheLookup
+    lease_s: float
+    pending: list[tuple[Request, RequestInput]] = field(default_factory=list)
+    """OFFERED, in the order of grants."""
+    granted: dict[tuple[str, int], RequestInput] = field(default_factory=dict)
+    """Inputs whose tensors are on their way, by request and input id."""
+    _requests: dict[str, Request] = field(default_factory=dict)
+    _dormant: list[tuple[Request, RequestInput]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
         self.counters = {"leases_expired": 0, "inputs_revoked": 0, "inputs_stored": 0}
         self.counters |= {"inputs_rejected": 0, "offers_expired": 0}
-        self._offer_check = offer_check
-        self._lease_s = lease_s
-        self._requests: dict[str, Request] = {}
-        self.early: EarlyOffers[Offer] = EarlyOffers(min(lease_s, KEEP_S))
-        self.pending: list[tuple[Request, RequestInput]] = []  # OFFERED, in the order of grants
-        self.granted: dict[tuple[str, int], RequestInput] = {}
-        """Inputs whose tensors are on their way, by request and input id."""
-        self._dormant: list[tuple[Request, RequestInput]] = []
+        self.early: EarlyOffers[Offer] = EarlyOffers(min(self.lease_s, KEEP_S))
 
     # --- requests come and go
 
@@ -68,7 +64,7 @@ class InputReceiver:
 
     def end_request(self, request: Request) -> None:
         """Release everything held for the request; later offers and tensors are cancelled."""
-        self._emit(*self.early.forget(request.request_id, request.attempt))
+        self.state.emit(*self.early.forget(request.request_id, request.attempt))
         if self._requests.pop(request.request_id, None) is None:
             return
         self.pending = [pair for pair in self.pending if pair[0] is not request]
@@ -83,28 +79,28 @@ class InputReceiver:
         request_id, input_id, attempt = offer.request_id, offer.input_id, offer.attempt
         request = self._requests.get(request_id)
         if request is None or request.attempt < offer.request_attempt:
-            self._emit(*self.early.keep(offer))
+            self.state.emit(*self.early.keep(offer))
             return
         if request.attempt > offer.request_attempt:
-            self._emit(Grant(request_id, input_id, attempt, "cancelled"))
+            self.state.emit(Grant(request_id, input_id, attempt, "cancelled"))
             return
         item = next((item for item in request.inputs if item.slot.input_id == input_id), None)
         if item is None:
             unknown = ErrorInfo("internal_error", f"the request has no input {input_id}")
-            self._emit(Grant(request_id, input_id, attempt, "refused", unknown))
+            self.state.emit(Grant(request_id, input_id, attempt, "refused", unknown))
             return
         error = self._fault(item, offer) or self._too_much(request, item, offer)
         if error is not None:
-            self._emit(Grant(request_id, input_id, attempt, "refused", error))
+            self.state.emit(Grant(request_id, input_id, attempt, "refused", error))
         elif attempt < item.attempt or (attempt == item.attempt and item.state is InputState.MISSING):
-            self._emit(Grant(request_id, input_id, attempt, "cancelled"))
+            self.state.emit(Grant(request_id, input_id, attempt, "cancelled"))
         elif item.usable or item.state is InputState.DORMANT:
             item.attempt = attempt  # should it be lost again, then so is what this attempt was told
-            self._emit(Grant(request_id, input_id, attempt, "cached"))
+            self.state.emit(Grant(request_id, input_id, attempt, "cached"))
         elif attempt > item.attempt:
             self._accept(request, item, offer)
         elif item.state is InputState.GRANTED:
-            self._emit(Grant(request_id, input_id, attempt, "granted"))
+            self.state.emit(Grant(request_id, input_id, attempt, "granted"))
 
     def _fault(self, item: RequestInput, offer: Offer) -> ErrorInfo | None:
         if offer.size_bytes > self.cache.capacity_bytes:
@@ -115,7 +111,7 @@ class InputReceiver:
             )
         if offer.content_hash != item.slot.content_hash:
             return ErrorInfo("internal_error", f"input {item.slot.input_id} is offered with another content hash")
-        fault = self._offer_check.fault(offer)
+        fault = self.offer_check.fault(offer)
         if fault is not None:
             return ErrorInfo("invalid_request", f"input {item.slot.input_id}: {fault}")
         known = item.offer
@@ -153,7 +149,7 @@ class InputReceiver:
 
     def _ask_for(self, request: Request, item: RequestInput) -> None:
         name, attempt = request.request_id, max(0, item.attempt)
-        self._emit(InputNeeded(name, item.slot.input_id, attempt, request.attempt))
+        self.state.emit(InputNeeded(name, item.slot.input_id, attempt, request.attempt))
 
     def withdraw(self, request_id: str, input_id: int, attempt: int) -> None:
         """Release the memory of exactly this attempt, silently: the owner of the media learns from the sender."""
@@ -181,8 +177,8 @@ class InputReceiver:
             if self.cache.is_ready(name):
                 self.cache.acquire(name, reference)
                 item.state = InputState.READY
-                self._emit(Grant(*reference, item.attempt, "cached"))
-            elif self._cache_lookup.covers(request, item):
+                self.state.emit(Grant(*reference, item.attempt, "cached"))
+            elif self.cache_lookup.covers(request, item):
                 waiting.append((request, item))
             elif full or self.cache.is_reserved(name) or not self.cache.can_reserve(item.offer.size_bytes):
                 # Same content on its way for somebody else: wait for it. No room: nobody younger may overtake.
@@ -190,9 +186,9 @@ class InputReceiver:
                 waiting.append((request, item))
             else:
                 self.cache.reserve(name, item.offer.size_bytes, reference)
-                item.state, item.deadline_s = InputState.GRANTED, time.monotonic() + self._lease_s
+                item.state, item.deadline_s = InputState.GRANTED, time.monotonic() + self.lease_s
                 self.granted[reference] = item
-                self._emit(Grant(*reference, item.attempt, "granted"))
+                self.state.emit(Grant(*reference, item.attempt, "granted"))
         self.pending = waiting
 
     def _wake_dormant(self) -> None:
@@ -201,7 +197,7 @@ class InputReceiver:
         for request, item in dormant:
             if item.state is not InputState.DORMANT:
                 continue
-            if self._cache_lookup.covers(request, item):
+            if self.cache_lookup.covers(request, item):
                 self._dormant.append((request, item))
             else:
                 self._lose(request, item)
@@ -213,7 +209,7 @@ class InputReceiver:
             for pair in [pair for pair in self.pending if pair[0] is request]:
                 if pair[1].state is InputState.CONSUMED:
                     self.pending.remove(pair)
-                    self._emit(Grant(request.request_id, pair[1].slot.input_id, pair[1].attempt, "cached"))
+                    self.state.emit(Grant(request.request_id, pair[1].slot.input_id, pair[1].attempt, "cached"))
             self._dormant = [pair for pair in self._dormant if pair[0] is not request]
             for item in request.inputs:
                 if item.state is not InputState.DORMANT:
@@ -222,7 +218,7 @@ class InputReceiver:
                 if self.cache.is_ready(item.offer.content_hash):
                     self.cache.acquire(item.offer.content_hash, (request.request_id, item.slot.input_id))
                     item.state = InputState.READY
-                elif self._cache_lookup.covers(request, item):
+                elif self.cache_lookup.covers(request, item):
                     self._dormant.append((request, item))
                 else:
                     self._lose(request, item)
@@ -233,7 +229,7 @@ class InputReceiver:
         return self._first_without_room() is not None and not self.granted
 
     def _first_without_room(self) -> tuple[Request, RequestInput] | None:
-        return next((pair for pair in self.pending if not self._cache_lookup.covers(*pair)), None)
+        return next((pair for pair in self.pending if not self.cache_lookup.covers(*pair)), None)
 
     def revoke(self, *, only_blocked: bool) -> bool:
         """Free memory for the oldest offer at the cost of the youngest holders, if no granted tensor is on the way.
@@ -283,7 +279,7 @@ class InputReceiver:
     def _rest_covered(self) -> bool:
         """Release inputs that the KV cache has too. Otherwise a request could wait for memory that the same request
         holds. Return False where there were none."""
-        covered = [pair for pair in self._ready_inputs() if self._cache_lookup.covers(*pair)]
+        covered = [pair for pair in self._ready_inputs() if self.cache_lookup.covers(*pair)]
         for request, item in covered:
             self._release(request, item)
             item.state = InputState.DORMANT
@@ -304,7 +300,7 @@ class InputReceiver:
         if item is None:
             self._reject(request_id, input_id, attempt, "cancelled")
         elif item.usable and item.attempt == attempt:
-            self._emit(Receipt(request_id, input_id, attempt, "stored"))  # sent twice: the first one counts
+            self.state.emit(Receipt(request_id, input_id, attempt, "stored"))  # sent twice: the first one counts
         elif item.state is not InputState.GRANTED or item.attempt != attempt:
             self._reject(request_id, input_id, attempt, "expired")
         elif item.offer is None or (list(tensor.shape), dtype) != (list(item.offer.shape), item.offer.dtype):
@@ -314,15 +310,15 @@ class InputReceiver:
             self.cache.commit(item.offer.content_hash, tensor)
             item.state = InputState.READY
             self.counters["inputs_stored"] += 1
-            self._emit(Receipt(request_id, input_id, attempt, "stored"))
+            self.state.emit(Receipt(request_id, input_id, attempt, "stored"))
 
     def _reject(self, request_id: str, input_id: int, attempt: int, reason: str) -> None:
         self.counters["inputs_rejected"] += 1
-        self._emit(Receipt(request_id, input_id, attempt, reason))  # type: ignore[arg-type]
+        self.state.emit(Receipt(request_id, input_id, attempt, reason))  # type: ignore[arg-type]
 
     def consume(self, request: Request) -> None:
         """Release inputs that the prefill has passed: their values are in the KV cache."""
-        num_passed = self._cache_lookup.num_passed_tokens(request)
+        num_passed = self.cache_lookup.num_passed_tokens(request)
         for item in request.inputs:
             if item.state is not InputState.READY:
                 continue
@@ -348,7 +344,7 @@ class InputReceiver:
             self.counters["offers_expired"] += 1
             self.pending.remove((request, item))
             self._lose(request, item)
-        self._emit(*self.early.expire(now_s))
+        self.state.emit(*self.early.expire(now_s))
 
     def _lose(self, request: Request, item: RequestInput) -> None:
         self._release(request, item)
@@ -359,7 +355,7 @@ class InputReceiver:
         """Release the cache memory of an input. An unfinished handoff is cancelled at the sender, unless `silently`."""
         reference = (request.request_id, item.slot.input_id)
         if item.state in (InputState.OFFERED, InputState.GRANTED) and not silently:
-            self._emit(Grant(*reference, item.attempt, "cancelled"))
+            self.state.emit(Grant(*reference, item.attempt, "cancelled"))
         if item.state in (InputState.GRANTED, InputState.READY) and item.offer is not None:
             self.cache.release(item.offer.content_hash, reference)
         self.granted.pop(reference, None)

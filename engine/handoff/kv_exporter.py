@@ -11,6 +11,8 @@ ended; then it is the next one's turn. Reservations thus come to their end, and 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from common.messages import Prefilled
 from engine.device.pending_tensor import PendingTensor
 from engine.handoff.offer_check import KvOfferCheck
@@ -23,27 +25,22 @@ from engine.state.request import Request
 from engine.state.spec import Table
 
 
+@dataclass(eq=False)
 class KvExporter:
     """Prefills of one engine for decodes elsewhere."""
 
-    def __init__(
-        self,
-        state: EngineState,
-        scheduler: DecoderScheduler,
-        offer_check: KvOfferCheck,
-        runner: DecoderRunner,
-    ) -> None:
-        self._emit = state.emit
-        self._blocks = scheduler.blocks
-        self._scheduler = scheduler
-        self._offer_check = offer_check
-        self._runner = runner
+    state: EngineState
+    scheduler: DecoderScheduler
+    offer_check: KvOfferCheck
+    runner: DecoderRunner
+    _requests: dict[str, Request] = field(default_factory=dict)
+    _unready: dict[str, Request] = field(default_factory=dict)
+    _complete: set[str] = field(default_factory=set)
+    _granted: set[str] = field(default_factory=set)
+    _ending: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
         self.counters = {"prefills_ended": 0, "kv_exported_bytes": 0}
-        self._requests: dict[str, Request] = {}
-        self._unready: dict[str, Request] = {}
-        self._complete: set[str] = set()
-        self._granted: set[str] = set()
-        self._ending: set[str] = set()
 
     def add_request(self, request: Request) -> None:
         self._requests[request.request_id] = self._unready[request.request_id] = request
@@ -59,12 +56,12 @@ class KvExporter:
         """Emit KvReady for prefills that have begun and lack no input. Returns prefills that end now."""
         finished = []
         for request in list(self._unready.values()):
-            begun = request.sequences[0].sequence_id in self._blocks.tables
+            begun = request.sequences[0].sequence_id in self.scheduler.blocks.tables
             if not begun or not request.is_prompt_known or request.next_missing_input is not None:
                 continue
             del self._unready[request.request_id]
-            self._emit(KvReady(request.request_id, self._offer_check.describe(request), request.attempt))
-            if not self._blocks.needs_writing(request.request_id):
+            self.state.emit(KvReady(request.request_id, self.offer_check.describe(request), request.attempt))
+            if not self.scheduler.blocks.needs_writing(request.request_id):
                 finished += self._report(request)
         return finished
 
@@ -81,7 +78,7 @@ class KvExporter:
     def _report(self, request: Request) -> list[Request]:
         """Emit the progress of a prefill; return the prefill if it ends now."""
         num_computed = min(request.sequences[0].num_computed_tokens, request.num_handoff_tokens)
-        self._emit(KvComputed(request.request_id, num_computed, request.attempt))
+        self.state.emit(KvComputed(request.request_id, num_computed, request.attempt))
         if request.is_prefilled_here and request.request_id not in self._complete:
             self._complete.add(request.request_id)
             request.recorder.end("inputs")
@@ -97,23 +94,23 @@ class KvExporter:
         if request is not None and request_id not in self._granted:
             self._granted.add(request_id)
             request.go_first()
-            self._scheduler.reorder(request)
+            self.scheduler.reorder(request)
 
     def export(self, request_id: str, table: Table, first: int, last: int) -> PendingTensor | None:
         """Return the KV of tokens `first` to `last` (not included), [last - first, layers, 2, num_kv_heads, head_dim];
         None while not in the cache."""
         request = self._requests.get(request_id)
-        if request is None or request.sequences[0].sequence_id not in self._blocks.tables:
+        if request is None or request.sequences[0].sequence_id not in self.scheduler.blocks.tables:
             return None
         sequence = request.sequences[0]
         if table == "self":
-            there, blocks = sequence.num_computed_tokens, self._blocks.tables[sequence.sequence_id]
+            there, blocks = sequence.num_computed_tokens, self.scheduler.blocks.tables[sequence.sequence_id]
         else:
-            there = 0 if self._blocks.needs_writing(request_id) else request.num_encoder_tokens
-            blocks = self._blocks.get_cross_block_table(request_id)
+            there = 0 if self.scheduler.blocks.needs_writing(request_id) else request.num_encoder_tokens
+            blocks = self.scheduler.blocks.get_cross_block_table(request_id)
         if not 0 <= first < last <= there:
             return None
-        tokens = self._runner.read_tokens(table, blocks, first, last)
+        tokens = self.runner.read_tokens(table, blocks, first, last)
         self.counters["kv_exported_bytes"] += tokens.nbytes
         return tokens
 
@@ -130,5 +127,5 @@ class KvExporter:
     def _finish(self, request: Request) -> list[Request]:
         self.counters["prefills_ended"] += 1
         spans = request.finish_spans()
-        self._emit(Prefilled(request.request_id, request.attempt, None, spans, request.prompt_logprobs))
+        self.state.emit(Prefilled(request.request_id, request.attempt, None, spans, request.prompt_logprobs))
         return [request]

@@ -57,33 +57,27 @@ class KvHandoff:
     num_parts: int = 0
 
 
+@dataclass(eq=False)
 class KvReceiver:
-    """Handoffs of all requests of one engine with a prefill elsewhere."""
+    """Handoffs of all requests of one engine with a prefill elsewhere. A reservation lasts `lease_s` from the last sign
+    of life."""
 
-    def __init__(
-        self,
-        state: EngineState,
-        scheduler: DecoderScheduler,
-        inputs: InputReceiver,
-        offer_check: KvOfferCheck,
-        runner: DecoderRunner,
-        lease_s: float,
-    ) -> None:
-        """A reservation lasts `lease_s` from the last sign of life."""
-        self._emit = state.emit
-        self._blocks = scheduler.blocks
-        self._scheduler = scheduler
-        self._inputs = inputs
-        self._offer_check = offer_check
-        self._runner = runner
-        self._lease_s = lease_s
+    state: EngineState
+    scheduler: DecoderScheduler
+    inputs: InputReceiver
+    offer_check: KvOfferCheck
+    runner: DecoderRunner
+    lease_s: float
+    pending: list[KvHandoff] = field(default_factory=list)
+    """OFFERED, in the order of grants."""
+    reserved: list[KvHandoff] = field(default_factory=list)
+    _handoffs: dict[str, KvHandoff] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self.counters = {"prefill_handoffs": 0, "prefill_handoff_tokens": 0, "prefill_handoff_cached_tokens": 0}
         self.counters |= {"prefill_handoff_bytes": 0, "kv_leases_expired": 0, "kv_parts_rejected": 0}
         self.counters |= {"kv_offers_expired": 0}
-        self._handoffs: dict[str, KvHandoff] = {}
-        self.pending: list[KvHandoff] = []  # OFFERED, in the order of grants
-        self.reserved: list[KvHandoff] = []
-        self.early: EarlyOffers[KvOffer] = EarlyOffers(min(lease_s, KEEP_S))
+        self.early: EarlyOffers[KvOffer] = EarlyOffers(min(self.lease_s, KEEP_S))
 
     # --- requests come and go
 
@@ -96,20 +90,20 @@ class KvReceiver:
 
     def end_request(self, request_id: str, request_attempt: int | None) -> None:
         """End a request in this attempt (None: in every attempt); cancel later offers and parts."""
-        self._emit(*self.early.forget(request_id, request_attempt))
+        self.state.emit(*self.early.forget(request_id, request_attempt))
         handoff = self._handoffs.pop(request_id, None)
         if handoff is None:
             return
         if handoff.state is KvHandoffState.STARTED:  # its sender may not have heard that the last part is here
-            self._emit(Grant(request_id, KV_INPUT_ID, handoff.attempt, "cancelled"))
+            self.state.emit(Grant(request_id, KV_INPUT_ID, handoff.attempt, "cancelled"))
         else:
             self._release(handoff)
 
     def pass_on(self, request: Request, sequence: Sequence) -> None:
         """Fork the blocks of an ending sequence to a sibling, while the request waits for KV."""
         sibling = next((one for one in request.sequences if one is not sequence), None)
-        if sibling is not None and sequence.sequence_id in self._blocks.tables:
-            self._blocks.fork(sequence.sequence_id, sibling.sequence_id)
+        if sibling is not None and sequence.sequence_id in self.scheduler.blocks.tables:
+            self.scheduler.blocks.fork(sequence.sequence_id, sibling.sequence_id)
             sibling.num_computed_tokens, sibling.num_remembered = sequence.num_computed_tokens, sequence.num_remembered
 
     # --- offers
@@ -119,15 +113,15 @@ class KvReceiver:
         request_id, attempt, request_attempt = offer.request_id, offer.attempt, offer.request_attempt
         handoff = self._handoffs.get(request_id)
         if handoff is None or handoff.request.attempt < request_attempt:
-            self._emit(*self.early.keep(offer))
+            self.state.emit(*self.early.keep(offer))
         elif handoff.request.attempt > request_attempt:
-            self._emit(Grant(request_id, KV_INPUT_ID, attempt, "cancelled"))
+            self.state.emit(Grant(request_id, KV_INPUT_ID, attempt, "cancelled"))
         elif handoff.state is KvHandoffState.STARTED:
-            self._emit(Grant(request_id, KV_INPUT_ID, attempt, "cached"))
+            self.state.emit(Grant(request_id, KV_INPUT_ID, attempt, "cached"))
         elif attempt > handoff.attempt:
             self._accept(handoff, offer)
         elif attempt < handoff.attempt or handoff.state is KvHandoffState.WAITING:
-            self._emit(Grant(request_id, KV_INPUT_ID, attempt, "cancelled"))
+            self.state.emit(Grant(request_id, KV_INPUT_ID, attempt, "cancelled"))
         elif handoff.state is KvHandoffState.RESERVED:
             self._grant(handoff)
 
@@ -140,14 +134,14 @@ class KvReceiver:
 
     def _accept(self, handoff: KvHandoff, offer: KvOffer) -> None:
         request = handoff.request
-        fault = self._offer_check.fault(offer, request)
+        fault = self.offer_check.fault(offer, request)
         # Never the client's fault: the prefill has read the same request, and has taken it.
         error = None if fault is None else ErrorInfo("internal_error", f"keys and values of the prompt: {fault}")
         if error is None:
             self._apply(request, offer)
-            error = self._scheduler.capacity.never_fits(request)
+            error = self.scheduler.capacity.never_fits(request)
         if error is not None:
-            self._emit(Grant(request.request_id, KV_INPUT_ID, offer.attempt, "refused", error))
+            self.state.emit(Grant(request.request_id, KV_INPUT_ID, offer.attempt, "refused", error))
             return
         self._release(handoff)
         handoff.attempt, handoff.deadline_s = offer.attempt, offer.deadline_s
@@ -159,7 +153,7 @@ class KvReceiver:
         """Apply the sender's knowledge of the request: input sizes, and the seed for random draws."""
         for item, layout in zip(request.inputs, offer.layouts, strict=True):
             if item.offer is None:
-                item.offer = self._offer_check.input_offer(item, layout)
+                item.offer = self.offer_check.input_offer(item, layout)
         request.expand_prompt()
         request.num_cached_tokens = offer.num_cached_tokens
         if request.sampling.seed is None:
@@ -169,14 +163,14 @@ class KvReceiver:
 
     def grant(self) -> None:
         """Reserve blocks for offers in order, as far as possible."""
-        self._scheduler.line_end = None
+        self.scheduler.line_end = None
         for handoff in list(self.pending):
-            if self._blocks.awaits_cross(handoff.request.encoder_content):
+            if self.scheduler.blocks.awaits_cross(handoff.request.encoder_content):
                 continue  # another request receives the same cross table: wait for it, instead of a second transfer
-            reserved = self._scheduler.reserve(handoff.request)
-            self._inputs.update(self._scheduler.pop_changed())  # of requests that made way
+            reserved = self.scheduler.reserve(handoff.request)
+            self.inputs.update(self.scheduler.pop_changed())  # of requests that made way
             if not reserved:
-                self._scheduler.line_end = handoff.request
+                self.scheduler.line_end = handoff.request
                 return
             self.pending.remove(handoff)
             self._begin(handoff)
@@ -185,7 +179,7 @@ class KvReceiver:
         """Start a reserved handoff: grant the missing ranges."""
         request, num_tokens = handoff.request, handoff.request.num_handoff_tokens
         num_cached = request.sequences[0].num_computed_tokens
-        num_rows = request.num_encoder_tokens if self._blocks.needs_writing(request.request_id) else 0
+        num_rows = request.num_encoder_tokens if self.scheduler.blocks.needs_writing(request.request_id) else 0
         handoff.state = KvHandoffState.RESERVED
         handoff.tokens, handoff.cross = TokenRanges(num_cached, num_tokens), TokenRanges(0, num_rows)
         handoff.num_parts = 0
@@ -194,17 +188,17 @@ class KvReceiver:
         request.recorder.start("handoff")
         self.counters["prefill_handoff_cached_tokens"] += num_cached
         if handoff.tokens.complete and handoff.cross.complete:
-            self._emit(Grant(request.request_id, KV_INPUT_ID, handoff.attempt, "cached"))
+            self.state.emit(Grant(request.request_id, KV_INPUT_ID, handoff.attempt, "cached"))
             self._start(handoff)
         else:
             self._grant(handoff)
 
     def _grant(self, handoff: KvHandoff) -> None:
         """Emit the wanted ranges, and renew the lease."""
-        handoff.deadline_s = time.monotonic() + self._lease_s
+        handoff.deadline_s = time.monotonic() + self.lease_s
         request_id, first, cross_cached = handoff.request.request_id, handoff.tokens.first, handoff.cross.last == 0
         key = request_id, KV_INPUT_ID, handoff.attempt
-        self._emit(Grant(*key, "granted", None, first, cross_cached, handoff.num_parts))
+        self.state.emit(Grant(*key, "granted", None, first, cross_cached, handoff.num_parts))
 
     # --- parts
 
@@ -216,41 +210,41 @@ class KvReceiver:
             self._reject(Receipt(*key, "cancelled", part.number))
         elif attempt != handoff.attempt or handoff.state in (KvHandoffState.WAITING, KvHandoffState.OFFERED):
             self._reject(Receipt(*key, "expired", part.number))
-        elif self._offer_check.part_fault(part) is not None:
+        elif self.offer_check.part_fault(part) is not None:
             self._reject(Receipt(*key, "corrupt", part.number))
         elif handoff.state is KvHandoffState.STARTED:
-            self._emit(Receipt(*key, "stored", part.number))  # sent twice: the first one counts
+            self.state.emit(Receipt(*key, "stored", part.number))  # sent twice: the first one counts
         elif not self._wanted(handoff, part.table).within(part.first, part.last):
             self._reject(Receipt(*key, "corrupt", part.number))
         else:
             self._store(handoff, part)
-            self._emit(Receipt(*key, "stored", part.number))
+            self.state.emit(Receipt(*key, "stored", part.number))
             if handoff.tokens.complete and handoff.cross.complete:
                 self._start(handoff)
 
     def _reject(self, event: Receipt) -> None:
         self.counters["kv_parts_rejected"] += 1
-        self._emit(event)
+        self.state.emit(event)
 
     def _wanted(self, handoff: KvHandoff, table: Table) -> TokenRanges:
         return handoff.tokens if table == "self" else handoff.cross
 
     def _store(self, handoff: KvHandoff, part: KvPart) -> None:
-        handoff.deadline_s = time.monotonic() + self._lease_s
+        handoff.deadline_s = time.monotonic() + self.lease_s
         request, wanted = handoff.request, self._wanted(handoff, part.table)
         if wanted.has(part.first, part.last):
             return
-        own = self._blocks.tables[request.sequences[0].sequence_id]
-        blocks = own if part.table == "self" else self._blocks.get_cross_block_table(request.request_id)
-        self._runner.move(self._blocks.pop_moves())  # they may still read what is overwritten now
-        self._runner.write_tokens(part.table, blocks, part.first, part.tokens)
+        own = self.scheduler.blocks.tables[request.sequences[0].sequence_id]
+        blocks = own if part.table == "self" else self.scheduler.blocks.get_cross_block_table(request.request_id)
+        self.runner.move(self.scheduler.blocks.pop_moves())  # they may still read what is overwritten now
+        self.runner.write_tokens(part.table, blocks, part.first, part.tokens)
         wanted.add(part.first, part.last)
         handoff.num_parts = max(handoff.num_parts, part.number + 1)
         self.counters["prefill_handoff_bytes"] += part.tokens.nbytes
         if part.table == "self":
             self.counters["prefill_handoff_tokens"] += len(part.tokens)
         elif wanted.complete:
-            self._blocks.mark_written(request.request_id)
+            self.scheduler.blocks.mark_written(request.request_id)
 
     def _start(self, handoff: KvHandoff) -> None:
         """Start a request with complete KV, as if computed here."""
@@ -262,9 +256,9 @@ class KvReceiver:
         request.awaits_kv = False
         request.recorder.end("handoff")
         request.recorder.start("decode")
-        self._scheduler.start(request)
-        self._inputs.update(self._scheduler.pop_changed())
-        self._inputs.ask(request)
+        self.scheduler.start(request)
+        self.inputs.update(self.scheduler.pop_changed())
+        self.inputs.ask(request)
 
     # --- deadlines
 
@@ -275,13 +269,13 @@ class KvReceiver:
 
     def expire(self, now_s: float) -> None:
         """End leases and offers past their deadline: the prompt has to be computed again."""
-        self._emit(*self.early.expire(now_s))
+        self.state.emit(*self.early.expire(now_s))
         for handoff in [one for one in (*self.pending, *self.reserved) if one.deadline_s <= now_s]:
             what = "kv_leases_expired" if handoff.state is KvHandoffState.RESERVED else "kv_offers_expired"
             self.counters[what] += 1
             self._release(handoff)
             request = handoff.request
-            self._emit(InputNeeded(request.request_id, KV_INPUT_ID, handoff.attempt, request.attempt))
+            self.state.emit(InputNeeded(request.request_id, KV_INPUT_ID, handoff.attempt, request.attempt))
 
     def _release(self, handoff: KvHandoff) -> None:
         """End the current attempt, and free the blocks."""
@@ -289,12 +283,12 @@ class KvReceiver:
             self.pending.remove(handoff)
         elif handoff.state is KvHandoffState.RESERVED:
             self.reserved.remove(handoff)
-            self._scheduler.release(handoff.request)
+            self.scheduler.release(handoff.request)
             handoff.request.recorder.end("handoff")
         else:
             return
         handoff.state = KvHandoffState.WAITING
-        self._emit(Grant(handoff.request.request_id, KV_INPUT_ID, handoff.attempt, "cancelled"))
+        self.state.emit(Grant(handoff.request.request_id, KV_INPUT_ID, handoff.attempt, "cancelled"))
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless queues and states agree, and reservations match the blocks held."""
@@ -302,10 +296,10 @@ class KvReceiver:
             inside = [one for one in self._handoffs.values() if one.state is state]
             if set(map(id, inside)) != set(map(id, listed)) or len(inside) != len(listed):
                 raise IntegrityError(f"{len(inside)} handoffs are {state.value}, {len(listed)} are listed")
-        if {one.request.request_id for one in self.reserved} != {one.request_id for one in self._scheduler.reserved}:
+        if {one.request.request_id for one in self.reserved} != {one.request_id for one in self.scheduler.reserved}:
             raise IntegrityError("the scheduler's reservations are not those of the handoffs")
         for handoff in self._handoffs.values():
-            holds = handoff.request.sequences[0].sequence_id in self._blocks.tables
+            holds = handoff.request.sequences[0].sequence_id in self.scheduler.blocks.tables
             if handoff.state is not KvHandoffState.STARTED and holds != (handoff.state is KvHandoffState.RESERVED):
                 raise IntegrityError(f"a handoff that is {handoff.state.value} has blocks, or should have some")
 

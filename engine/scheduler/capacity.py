@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as ListOf
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 
 from common.errors import ErrorInfo
 from engine.cache.block_manager import BlockManager
@@ -16,34 +17,24 @@ from engine.state.prefix import extend_hashes
 from engine.state.request import InputState, Request, RequestInput, Sequence
 
 
+@dataclass(eq=False)
 class Capacity:
-    """Reads the `running` and `reserved` requests of a scheduler, the holders of blocks and slots."""
+    """Reads the `running` and `reserved` requests of a scheduler, the holders of blocks and slots: its own lists."""
 
-    def __init__(
-        self,
-        blocks: BlockManager,
-        cache_lookup: CacheLookup,
-        running: list[Request],
-        reserved: list[Request],
-        max_num_seqs: int,
-        max_model_len: int,
-        max_loras: int = 1,
-    ) -> None:
-        """The lists belong to the scheduler and change between calls."""
-        self._max_model_len = max_model_len
-        self._blocks = blocks
-        self._cache_lookup = cache_lookup
-        self._running = running
-        self._reserved = reserved
-        self._max_num_seqs = max_num_seqs
-        self._max_loras = max_loras
+    blocks: BlockManager
+    cache_lookup: CacheLookup
+    running: list[Request]
+    reserved: list[Request]
+    max_num_seqs: int
+    max_model_len: int
+    max_loras: int
 
     def never_fits(self, request: Request) -> ErrorInfo | None:
         """Return why a request, as far as the prompt is known, can never run here; None if the request can."""
         length = max((one.num_known_tokens for one in request.sequences), default=len(request.prompt))
-        blocks = self._blocks
-        if length >= self._max_model_len:
-            return ErrorInfo("context_length_exceeded", too_long(length, self._max_model_len), "messages")
+        blocks = self.blocks
+        if length >= self.max_model_len:
+            return ErrorInfo("context_length_exceeded", too_long(length, self.max_model_len), "messages")
         least = len(request.prompt) + 1  # of a sequence before a further token; resumed ones have output already
         lengths = [least] * request.sampling.num_sequences
         if request.resumed:
@@ -58,33 +49,33 @@ class Capacity:
 
     def holds_the_line(self, request: Request) -> bool:
         """Return True for a request that lacks only memory."""
-        if request.awaits_kv or self._blocks.is_swapped(request.request_id):
+        if request.awaits_kv or self.blocks.is_swapped(request.request_id):
             return True
-        return all(item.usable or self._cache_lookup.covers(request, item) for item in request.inputs)
+        return all(item.usable or self.cache_lookup.covers(request, item) for item in request.inputs)
 
     def has_place(self, request: Request, wanted: int, givers: ListOf[Request] = ()) -> bool:
         """Return True if slots, blocks and an adapter's place are free for a waiting request and the next `wanted`
         tokens, or would be without the `givers`."""
-        holders = [other for other in (*self._running, *self._reserved) if other not in givers]
-        if request.sampling.adapter and len(adapters_of([*holders, request])) > self._max_loras:
+        holders = [other for other in (*self.running, *self.reserved) if other not in givers]
+        if request.sampling.adapter and len(adapters_of([*holders, request])) > self.max_loras:
             return False
         slots = sum(other.num_slots for other in holders) + request.num_slots
-        if slots > self._max_num_seqs:
+        if slots > self.max_num_seqs:
             return False
         released: AbstractSet[int] = frozenset()
         if givers:
             names = {other.request_id for other in givers}
-            released = self._blocks.releasable_blocks(names, (one for other in givers for one in other.sequence_ids))
+            released = self.blocks.releasable_blocks(names, (one for other in givers for one in other.sequence_ids))
         missing = max(self._missing_blocks(request, wanted, released), request.least_free_blocks)
-        return missing <= self._blocks.num_free + len(released)
+        return missing <= self.blocks.num_free + len(released)
 
     def _missing_blocks(self, request: Request, wanted: int, released: AbstractSet[int]) -> int:
-        if self._blocks.is_swapped(request.request_id):
+        if self.blocks.is_swapped(request.request_id):
             return self._missing_to_go_on(request, wanted, released)
-        prefix = self._cache_lookup.prefix(request)
-        num_tokens = len(prefix) * self._blocks.block_size + wanted
-        left = (len(one.token_ids) - self._cache_lookup.num_shared_tokens(one) for one in request.sequences[1:])
-        return sum(map(self._blocks.blocks_for, left)) + self._blocks.missing_blocks(
+        prefix = self.cache_lookup.prefix(request)
+        num_tokens = len(prefix) * self.blocks.block_size + wanted
+        left = (len(one.token_ids) - self.cache_lookup.num_shared_tokens(one) for one in request.sequences[1:])
+        return sum(map(self.blocks.blocks_for, left)) + self.blocks.missing_blocks(
             num_tokens, request.num_encoder_tokens, request.encoder_content, prefix, released
         )
 
@@ -93,7 +84,7 @@ class Capacity:
 
         The whole pool is always enough, since what outgrows it has ended.
         """
-        blocks, missing = self._blocks, self._blocks.missing_to_swap_in(request.request_id, released)
+        blocks, missing = self.blocks, self.blocks.missing_to_swap_in(request.request_id, released)
         for sequence in request.sequences:
             computed, count = sequence.num_computed_tokens, min(wanted, request.num_remaining(sequence))
             missing += blocks.blocks_for(computed + count) - blocks.blocks_for(computed) + 1
@@ -109,7 +100,7 @@ class Capacity:
         """Running requests that make way: of a lower priority, or waiting for the first input (with little to lose)."""
         return [
             other
-            for other in self._running
+            for other in self.running
             if other.priority > request.priority
             or (
                 other.next_missing_input is not None
@@ -123,7 +114,7 @@ class Capacity:
         if not request.inputs:
             return False
         first = request.inputs[0]
-        return not first.usable and not self._cache_lookup.covers(request, first)
+        return not first.usable and not self.cache_lookup.covers(request, first)
 
 
 def adapters_of(requests: Iterable[Request]) -> dict[str, None]:

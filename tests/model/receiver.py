@@ -129,7 +129,7 @@ class Receiver:
         self.ended.add(name)
         request = self.requests.pop(name, None)
         if request is None:
-            self.intake._emit(*self.intake.early.forget(name, None))
+            self.intake.state.emit(*self.intake.early.forget(name, None))
         else:
             self.intake.end_request(request)
 

@@ -72,7 +72,7 @@ async def test_a_worker_outlives_messages_that_make_no_sense(
 ) -> None:
     rng = random.Random(7)
     async with in_process(broker_url, redis, zmq_context, role, handoff_timeout_s=1.0) as worker:
-        shape = await worker.role.thread.call(lambda engine: list(engine.kv_receiver._offer_check.token_shape), 5.0)
+        shape = await worker.role.thread.call(lambda engine: list(engine.kv_receiver.offer_check.token_shape), 5.0)
         sender = TensorSender(zmq_context)
         greedy = SamplingParams(max_tokens=2**63, n=2**63, beam_width=2**63)  # three of them: no number of 64 bits
         for request_id in IDS[:3]:

@@ -43,7 +43,7 @@ class IntakeHarness:
         while not self.sender.engine.scheduler.running or not self._prefilled():
             self.sender.step()
         request = self.sender.engine.scheduler.running[0]
-        self.described: KvOffer = self.sender.engine.kv_exporter._offer_check.describe(request)
+        self.described: KvOffer = self.sender.engine.kv_exporter.offer_check.describe(request)
         self.engine = quick_engine(info, **options)
 
     def _prefilled(self) -> bool:

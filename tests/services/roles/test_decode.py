@@ -106,7 +106,7 @@ async def beside_a_prefill_worker(
         in_process(broker_url, redis, zmq_context, DecodeService, **settings) as worker,
         Peer(redis, zmq_context, await worker.record(), "prefill").alive() as peer,
     ):
-        shape = await worker.role.thread.call(lambda engine: list(engine.kv_receiver._offer_check.token_shape), 5.0)
+        shape = await worker.role.thread.call(lambda engine: list(engine.kv_receiver.offer_check.token_shape), 5.0)
         yield Setting(worker, peer, shape)
 
 
