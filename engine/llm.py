@@ -30,6 +30,7 @@ from common.hashing import content_hash
 from common.messages import (
     Failed,
     FinishReason,
+    Generate,
     Grant,
     InputNeeded,
     InputSlot,
@@ -346,7 +347,7 @@ class LLM:
         ]
         live = self._live[request_id] = _Live(parsed, media, params, continues and not self.info.is_encoder_decoder)
         live.unoffered.extend(slot.input_id for slot in slots)
-        self.decoder.add_request(request_id, token_ids, slots, params, priority)
+        self.decoder.add_request(Generate(request_id, token_ids, slots, params, priority))
         try:
             self._offer_some(request_id, live)
         except BaseException:

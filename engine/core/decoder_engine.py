@@ -7,15 +7,12 @@ One thread drives it. It knows no network: `LLM` drives it in one process, a wor
 
 from __future__ import annotations
 
-from collections.abc import Sequence as ListOf
-
 import torch
 
 from common.config import EngineConfig
 from common.errors import TriptychError
-from common.messages import KV_INPUT_ID, Failed, InputSlot, KvOffer, Offer, Resumed
+from common.messages import KV_INPUT_ID, Failed, Generate, KvOffer, Offer
 from common.model_info import ModelInfo
-from common.sampling_params import SamplingParams
 from engine.attention.metadata import cross_plans_reused
 from engine.cache.block_manager import BlockManager
 from engine.cache.block_pool import BlockPool, IntegrityError
@@ -106,26 +103,15 @@ class DecoderEngine:
 
     # --- in
 
-    def add_request(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        inputs: list[InputSlot],
-        sampling: SamplingParams,
-        priority: int = 0,
-        resumed: ListOf[Resumed] = (),
-        *,
-        attempt: int = 0,
-        prefill_only: bool = False,
-        prefilled: bool = False,
-    ) -> None:
+    def add_request(self, message: Generate) -> None:
         """Accept a request. Errors come as a Failed event; a known id is ignored.
 
-        With `prefill_only` its keys and values are computed for another engine, up to the last token but one; it ends
+        With `prefill_for` its keys and values are computed for another engine, up to the last token but one; it ends
         by `end_prefill`. With `prefilled` they come from another engine, by `offer` and `deliver_kv`.
         `attempt` comes back in the request's events: those of an aborted request may be read when its id is in use
         again.
         """
+        request_id = message.request_id
         if request_id in self.state.requests:
             return
         self.state.has_changed = True
@@ -134,31 +120,20 @@ class DecoderEngine:
             if len(self.state.requests) >= self.config.max_waiting + self.config.max_num_seqs:
                 what = f"{len(self.state.requests)} requests are waiting or running"
                 raise TriptychError("overloaded", f"{what}: try again later")
-            request = self._factory.create(
-                request_id,
-                prompt_token_ids,
-                inputs,
-                sampling,
-                self.counters["requests"],
-                priority,
-                resumed,
-                attempt=attempt,
-                prefill_only=prefill_only,
-                prefilled=prefilled,
-            )
+            request = self._factory.create(message, self.counters["requests"])
         except TriptychError as error:
-            self._forget(request_id, attempt)
+            self._forget(request_id, message.attempt)
             self.loop.counters["requests_failed"] += 1
-            self.state.emit(Failed(request_id, error.info, attempt))
+            self.state.emit(Failed(request_id, error.info, message.attempt))
             return
         request.recorder.start("queue")
         self.state.requests[request_id] = request
-        if prefilled:
+        if request.prefilled:
             self.kv_receiver.add_request(request)
         else:
             if request.next_missing_input is not None:
                 request.recorder.start("inputs")
-            if prefill_only:
+            if request.prefill_only:
                 self.kv_exporter.add_request(request)
             self.scheduler.add(request)
         self.input_receiver.add_request(request)

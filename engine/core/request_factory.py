@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from common.errors import TriptychError
-from common.messages import InputSlot, Resumed
+from common.messages import Generate, InputSlot, Resumed
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
 from engine.sampling.sampler import Sampler
@@ -91,47 +91,35 @@ class RequestFactory:
             message = f"inputs stand at {indices}, but the prompt has placeholders at {expected}"
             raise TriptychError("invalid_request", message)
 
-    def create(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        inputs: list[InputSlot],
-        sampling: SamplingParams,
-        arrival: int,
-        priority: int,
-        resumed: ListOf[Resumed],
-        *,
-        attempt: int,
-        prefill_only: bool,
-        prefilled: bool,
-    ) -> Request:
+    def create(self, message: Generate, arrival: int) -> Request:
         """Raises TriptychError where the request cannot be served, naming the value and the rule."""
+        prompt, inputs, sampling, resumed = message.prompt_token_ids, message.inputs, message.sampling, message.resumed
         if sampling.uses_beams:
-            resumed = ()  # nothing of a beam search has been told
-        if prefill_only:
+            resumed = []  # nothing of a beam search has been told
+        if message.prefill_for:
             # A single sequence, without output rules; the output of an only resumed sequence is prefilled, too.
             sampling = msgspec.structs.replace(sampling, n=1, beam_width=1, grammar=None)
             resumed = [msgspec.structs.replace(resumed[0], index=0)] if len(resumed) == 1 else []
-        elif prefilled:  # what is told of a prompt is known where it is computed
+        elif message.prefilled:  # what is told of a prompt is known where it is computed
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None, alignment=None)
-        self._check(prompt_token_ids, inputs, sampling)
+        self._check(prompt, inputs, sampling)
         if resumed:
-            self._check_resumed(resumed, sampling, len(prompt_token_ids))
+            self._check_resumed(resumed, sampling, len(prompt))
         self.sampler.check(sampling)
         return Request.create(
-            request_id,
-            prompt_token_ids,
+            message.request_id,
+            prompt,
             inputs,
             sampling=sampling,
             arrival=arrival,
-            priority=priority,
+            priority=message.priority,
             seed=sampling.seed if sampling.seed is not None else random.getrandbits(62),
             is_encoder_decoder=self.info.is_encoder_decoder,
             cross_attention=self.info.has_cross_attention,
             uses_mrope=self.spec.mrope_section is not None,
             instance=self.instance,
             resumed=tuple(resumed),
-            prefill_only=prefill_only,
-            prefilled=prefilled,
-            attempt=attempt,
+            prefill_only=bool(message.prefill_for),
+            prefilled=message.prefilled,
+            attempt=message.attempt,
         )

@@ -152,19 +152,7 @@ class DecoderService(ABC):
             most = min(max(0, sampling.max_tokens), self._context.info.max_model_len)
             num_tokens += most * min(max(0, sampling.num_sequences), MAX_SEQUENCES)
         self._context.proxies.add(proxy, message.request_id, num_tokens, message.attempt)
-        self.thread.submit(
-            lambda engine: engine.add_request(
-                message.request_id,
-                message.prompt_token_ids,
-                message.inputs,
-                message.sampling,
-                message.priority,
-                message.resumed,
-                attempt=message.attempt,
-                prefill_only=bool(message.prefill_for),
-                prefilled=message.prefilled,
-            )
-        )
+        self.thread.submit(lambda engine: engine.add_request(message))
 
     def _encode(self, proxy: bytes, message: Encode) -> None:
         own = self._context.instance_id

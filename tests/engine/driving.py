@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from common.config import EngineConfig
-from common.messages import Failed, Grant, InputLayout, InputNeeded, InputSlot, Offer, Resumed, Tokens
+from common.messages import Failed, Generate, Grant, InputLayout, InputNeeded, InputSlot, Offer, Resumed, Tokens
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
 from engine.core.decoder_engine import DecoderEngine
@@ -83,11 +83,11 @@ class Driver:
         self._attempts: dict[tuple[str, int], int] = {}
         self._watch = KvWatch(engine) if watch else None
 
-    def add(self, job: Job, *, offer: bool = True, **options: bool) -> None:
-        """`options` are those of `add_request`."""
+    def add(self, job: Job, *, offer: bool = True, prefill_only: bool = False, prefilled: bool = False) -> None:
         self.jobs[job.name] = job
         slots = job.slots(self.engine.info)
-        self.engine.add_request(job.name, job.token_ids, slots, job.params, job.priority, job.resumed, **options)
+        more = job.priority, list(job.resumed), "decode" if prefill_only else "", prefilled
+        self.engine.add_request(Generate(job.name, job.token_ids, slots, job.params, *more))
         if offer:
             for slot in slots:
                 self.offer(job.name, slot.input_id)

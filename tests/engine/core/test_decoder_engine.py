@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common.config import EngineConfig
-from common.messages import Failed, Grant, InputLayout, InputNeeded, InputSlot, Tokens
+from common.messages import Failed, Generate, Grant, InputLayout, InputNeeded, InputSlot, Tokens
 from common.model_info import ModelInfo, load_model_info
 from common.sampling_params import SamplingParams
 from engine.core.decoder_engine import DecoderEngine
@@ -61,7 +61,7 @@ def alone(info: ModelInfo, token_ids: list[int], params: SamplingParams = GREEDY
     if info.name not in _REFERENCES:
         _REFERENCES[info.name] = engine_for(info)
     engine = _REFERENCES[info.name]
-    engine.add_request("alone", token_ids, [], params)
+    engine.add_request(Generate("alone", token_ids, [], params))
     return drain(engine)["alone"]
 
 
@@ -82,7 +82,7 @@ def test_a_batch_gives_what_each_request_gives_alone(llama: ModelInfo, options: 
     prompts = [prompt(seed, 3 + seed * 5) for seed in range(6)]
     engine = engine_for(llama, **options)
     for number, token_ids in enumerate(prompts):
-        engine.add_request(str(number), token_ids, [], GREEDY)
+        engine.add_request(Generate(str(number), token_ids, [], GREEDY))
     tokens = drain(engine)
     assert [tokens[str(number)] for number in range(6)] == [alone(llama, p) for p in prompts]
 
@@ -92,7 +92,7 @@ def test_preempted_requests_give_the_same_tokens(llama: ModelInfo) -> None:
     block_bytes = int(engine_for(llama, block_size=4).stats()["kv_block_bytes"])
     engine = engine_for(llama, block_size=4, kv_cache_bytes=block_bytes * 11)
     for number, token_ids in enumerate(prompts):
-        engine.add_request(str(number), token_ids, [], GREEDY)
+        engine.add_request(Generate(str(number), token_ids, [], GREEDY))
     tokens = drain(engine)
     assert engine.stats()["preemptions_total"] > 0
     assert [tokens[str(number)] for number in range(4)] == [alone(llama, p) for p in prompts]
@@ -103,7 +103,7 @@ def test_requests_that_arrive_while_others_run_change_nothing(llama: ModelInfo) 
     engine = engine_for(llama)
     tokens: dict[str, list[int]] = {}
     for number, token_ids in enumerate(prompts):
-        engine.add_request(str(number), token_ids, [], GREEDY)
+        engine.add_request(Generate(str(number), token_ids, [], GREEDY))
         for _ in range(4):
             for event in engine.step():
                 assert isinstance(event, Tokens)
@@ -127,7 +127,7 @@ def test_a_seed_gives_the_same_tokens_whatever_the_batch(llama: ModelInfo) -> No
     first = alone(llama, prompt(1, 6), params)
     engine = engine_for(llama)
     for number in range(5):
-        engine.add_request(str(number), prompt(number, 6), [], params)
+        engine.add_request(Generate(str(number), prompt(number, 6), [], params))
     assert drain(engine)["1"] == first
     other = SamplingParams(temperature=1.3, top_p=0.95, top_k=40, seed=12, max_tokens=12, ignore_eos=True)
     assert alone(llama, prompt(1, 6), other) != first
@@ -155,7 +155,7 @@ def test_forced_suppressed_and_stop_tokens(llama: ModelInfo) -> None:
 def test_an_abort_frees_everything_at_once(llama: ModelInfo) -> None:
     engine = engine_for(llama)
     for number in range(4):
-        engine.add_request(str(number), prompt(number, 20), [], GREEDY)
+        engine.add_request(Generate(str(number), prompt(number, 20), [], GREEDY))
     engine.step()
     for number in range(4):
         engine.abort(str(number))
@@ -176,8 +176,8 @@ def test_what_cannot_be_served_fails_with_the_value(
     llama: ModelInfo, token_ids: list[int], code: str, words: str
 ) -> None:
     engine = engine_for(llama)
-    engine.add_request("bad", token_ids, [], GREEDY)
-    engine.add_request("good", prompt(1, 4), [], GREEDY)
+    engine.add_request(Generate("bad", token_ids, [], GREEDY))
+    engine.add_request(Generate("good", prompt(1, 4), [], GREEDY))
     events: list[Event] = []
     tokens = drain(engine, events)
     failures = [event for event in events if isinstance(event, Failed)]
@@ -190,8 +190,8 @@ def test_a_sequence_that_outgrows_the_pool_ends_with_length(llama: ModelInfo) ->
     block_bytes = int(engine_for(llama, block_size=4).stats()["kv_block_bytes"])
     engine = engine_for(llama, block_size=4, kv_cache_bytes=block_bytes * 5)
     long = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
-    engine.add_request("long", prompt(1, 10), [], long)
-    engine.add_request("never", prompt(1, 30), [], long)
+    engine.add_request(Generate("long", prompt(1, 10), [], long))
+    engine.add_request(Generate("never", prompt(1, 30), [], long))
     events: list[Event] = []
     tokens = drain(engine, events)
     assert tokens["long"] == alone(llama, prompt(1, 10), long)[: len(tokens["long"])]
@@ -230,7 +230,7 @@ def run_pictures(
     for name, counts in jobs.items():
         token_ids, slots = with_pictures(info, name, counts)
         slots_by_name[name] = slots
-        engine.add_request(name, token_ids, slots, GREEDY)
+        engine.add_request(Generate(name, token_ids, slots, GREEDY))
         for slot in slots[::order]:
             offer(engine, info, slot, name, counts[slot.input_id])
     tokens: dict[str, list[int]] = {}
@@ -261,7 +261,7 @@ def run_pictures(
 def test_a_prompt_is_prefilled_up_to_its_first_missing_picture(vision: ModelInfo) -> None:
     engine = engine_for(vision)
     token_ids, slots = with_pictures(vision, "r", [5])
-    engine.add_request("r", token_ids, slots, GREEDY)
+    engine.add_request(Generate("r", token_ids, slots, GREEDY))
     engine.step()
     assert engine.stats()["last_step_tokens"] == 3
     assert not engine.has_work()
@@ -307,10 +307,10 @@ def test_requests_that_wait_for_pictures_do_not_keep_others_out(vision: ModelInf
     engine = engine_for(vision, max_num_seqs=2)
     for number in range(4):
         token_ids, slots = with_pictures(vision, f"r{number}", [5])
-        engine.add_request(f"r{number}", token_ids, slots, GREEDY)
+        engine.add_request(Generate(f"r{number}", token_ids, slots, GREEDY))
     engine.step()
     assert engine.stats()["requests_running"] == 2
-    engine.add_request("text", prompt(1, 8), [], GREEDY)
+    engine.add_request(Generate("text", prompt(1, 8), [], GREEDY))
     got: list[int] = []
     while engine.has_work():
         for event in engine.step():
@@ -330,7 +330,7 @@ def test_an_early_picture_gets_in_although_later_ones_hold_the_room(vision: Mode
     hidden = int(vision.text_config["hidden_size"])
     engine = engine_for(vision, encoder_cache_bytes=6 * hidden * 4)
     token_ids, slots = with_pictures(vision, "late", [3, 3, 3])
-    engine.add_request("late", token_ids, slots, GREEDY)
+    engine.add_request(Generate("late", token_ids, slots, GREEDY))
     for number in (1, 2):
         offer(engine, vision, slots[number], "late", 3)
     engine.step()
@@ -339,10 +339,10 @@ def test_an_early_picture_gets_in_although_later_ones_hold_the_room(vision: Mode
     engine.step()
     if neighbour == "prefix only":
         busy_ids, busy_slots = with_pictures(vision, "busy", [3])
-        engine.add_request("busy", busy_ids, busy_slots, GREEDY)
+        engine.add_request(Generate("busy", busy_ids, busy_slots, GREEDY))
     else:
         endless = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
-        engine.add_request("busy", prompt(5, 8), [], endless)
+        engine.add_request(Generate("busy", prompt(5, 8), [], endless))
     offer(engine, vision, slots[0], "late", 3)
     granted: list[Event] = []
     for _ in range(20):

@@ -312,6 +312,7 @@ from common.process.malloc import reuse_large_blocks, use_one_arena
 use_one_arena()
 reuse_large_blocks()
 from common.config import EngineConfig
+from common.messages import Generate
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from engine.core.decoder_engine import DecoderEngine
@@ -319,7 +320,8 @@ import services.roles.decoder, services.worker_process
 engine = DecoderEngine(load_model_info(sys.argv[1]), EngineConfig(**json.loads(sys.argv[2])))
 for number in range(32):
     prompt = [(7 * number + place) % 250 for place in range(400 + number)]
-    engine.add_request(f"r{number}", prompt, [], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    engine.add_request(Generate(f"r{number}", prompt, [], params))
 answered = 0
 while answered < 32:
     answered += sum(getattr(event, "done", False) for event in engine.step())

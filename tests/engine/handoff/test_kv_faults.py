@@ -11,6 +11,7 @@ import torch
 from common.messages import (
     KV_INPUT_ID,
     Failed,
+    Generate,
     Grant,
     InputLayout,
     InputNeeded,
@@ -52,7 +53,8 @@ class IntakeHarness:
     def add(self, attempt: int = 0) -> None:
         slots = self.job.slots(self.engine.info)
         name, token_ids, params = self.job.name, self.job.token_ids, self.job.params
-        self.engine.add_request(name, token_ids, slots, params, 0, self.job.resumed, attempt=attempt, prefilled=True)
+        known = Generate(name, token_ids, slots, params, 0, list(self.job.resumed), attempt=attempt, prefilled=True)
+        self.engine.add_request(known)
 
     def offer(
         self, attempt: int = 0, deadline_s: float = FAR_S, request_attempt: int = 0, **changes: object
@@ -479,7 +481,7 @@ def test_ends_of_what_is_not_there_are_fine(tiny_llama: ModelInfo) -> None:
     engine.end_prefill("nobody")
     engine.grant_kv("nobody")
     assert engine.export_kv("nobody", "self", 0, 1) is None
-    engine.add_request("r", [1, 2, 3], [], greedy(2))
+    engine.add_request(Generate("r", [1, 2, 3], [], greedy(2)))
     engine.end_prefill("r")
     assert engine.export_kv("r", "self", 0, 1) is None
     while not engine.is_empty():

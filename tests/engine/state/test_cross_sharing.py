@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from common.config import EngineConfig
-from common.messages import Grant, InputLayout, InputSlot, Tokens
+from common.messages import Generate, Grant, InputLayout, InputSlot, Tokens
 from common.model_info import ModelInfo, load_model_info
 from common.sampling_params import SamplingParams
 from engine.core.decoder_engine import DecoderEngine
@@ -24,7 +24,7 @@ def whisper(tmp_path_factory: pytest.TempPathFactory) -> ModelInfo:
 def add(engine: DecoderEngine, name: str, content: str, prompt: list[int]) -> None:
     info = engine.info
     rows, hidden = int(info.config["max_source_positions"]), int(info.config["d_model"])
-    engine.add_request(name, prompt, [InputSlot(0, "audio", content)], GREEDY)
+    engine.add_request(Generate(name, prompt, [InputSlot(0, "audio", content)], GREEDY))
     engine.offer(make_offer((name, 0, 0), rows, hidden, InputLayout(rows, []), content))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.messages import Failed, Resumed, Tokens
+from common.messages import Failed, Generate, Resumed, Tokens
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
 from engine.core.decoder_engine import DecoderEngine
@@ -408,7 +408,7 @@ def test_what_breaks_over_one_request_does_not_reach_the_others(
     monkeypatch.setattr("engine.sampling.beam.BeamSearch.step", broken)
     driver = Driver(make_engine(tiny_llama))
     driver.add(neighbour)
-    driver.engine.add_request("beams", text_tokens(1, 6), [], greedy(8, beam_width=2))
+    driver.engine.add_request(Generate("beams", text_tokens(1, 6), [], greedy(8, beam_width=2)))
     driver.step_while(lambda: not driver.engine.is_empty())
     failed = [event for event in driver.events if isinstance(event, Failed)]
     assert [(event.request_id, event.error.code) for event in failed] == [("beams", "internal_error")]

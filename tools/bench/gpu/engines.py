@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final, Self
 
 from common.config import EngineConfig
-from common.messages import Failed, Tokens
+from common.messages import Failed, Generate, Tokens
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from engine.core.decoder_engine import DecoderEngine
@@ -50,7 +50,7 @@ class Driver:
     def add(self, name: str, prompt: list[int], params: SamplingParams) -> None:
         """A request without inputs."""
         self.num_tokens[name] = 0
-        self.engine.add_request(name, prompt, [], params)
+        self.engine.add_request(Generate(name, prompt, [], params))
 
     def step(self) -> list[Event]:
         events = self.engine.step()
