@@ -140,7 +140,7 @@ class _Live:
 
     @property
     def staged_bytes(self) -> int:
-        return sum(array.nbytes for item in self.processed.values() for array in item.arrays.values())
+        return sum(item.array_bytes for item in self.processed.values())
 
 
 class LLM:

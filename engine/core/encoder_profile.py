@@ -104,7 +104,7 @@ def measure_batch(
 
 def _extent(item: ProcessedInput) -> tuple[int, int]:
     """Return the bytes of the arrays, and the rows of the output."""
-    return sum(array.nbytes for array in item.arrays.values()), item.shape[0]
+    return item.array_bytes, item.shape[0]
 
 
 def _media(info: ModelInfo, processor: Processor) -> list[Callable[[], bytes]]:

@@ -37,6 +37,10 @@ class ProcessedInput:
     dtype: str
     size_bytes: int
 
+    @property
+    def array_bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values())
+
 
 class Processor(Protocol):
     """Media of a model: bytes to the encoder's inputs, the layout and the output's shape."""

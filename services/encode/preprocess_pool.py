@@ -101,23 +101,21 @@ class PreprocessPool(ChildPool):
 
     async def process(self, kind: MediaKind, media: bytes) -> ProcessedInput:
         """Preprocess one item, once admitted to memory; call `release` after its use. Raises as `process` and `run`."""
+        from engine.processors import process
+
         await self.gate.acquire()
         try:
-            item = await self.run(f"this {kind} of {len(media)} bytes", process_item, kind, media)
+            item = await self.run(f"this {kind} of {len(media)} bytes", process, kind, media)
         except BaseException:
             self.gate.release(None)
             raise
-        self.gate.weigh(_staged_bytes(item))
+        self.gate.weigh(item.array_bytes)
         return item
 
     def release(self, item: ProcessedInput) -> ProcessedInput:
         """Free the memory of an item's arrays. Return the item without arrays, whose release frees nothing."""
-        self.gate.release(_staged_bytes(item))
+        self.gate.release(item.array_bytes)
         return replace(item, arrays={})
-
-
-def _staged_bytes(item: ProcessedInput) -> int:
-    return sum(array.nbytes for array in item.arrays.values())
 
 
 def initialize(model: str, dtype: str) -> None:
@@ -126,10 +124,3 @@ def initialize(model: str, dtype: str) -> None:
     from engine.processors import init_worker
 
     init_worker(model, dtype)
-
-
-def process_item(kind: str, media: bytes) -> ProcessedInput:
-    """Preprocess one item in a child. Raises TriptychError("bad_media") for undecodable media."""
-    from engine.processors import process
-
-    return process(kind, media)

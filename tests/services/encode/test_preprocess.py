@@ -30,7 +30,7 @@ def fake_process(kind: str, media: bytes) -> object:
             if not os.path.exists(path):
                 open(path, "w").close()
                 os.kill(os.getpid(), signal.SIGKILL)
-    return SimpleNamespace(kind=kind, media=media, pid=os.getpid(), arrays={})
+    return SimpleNamespace(kind=kind, media=media, pid=os.getpid(), array_bytes=0)
 
 
 def fake_initialize(model: str, dtype: str) -> None: ...
@@ -38,7 +38,7 @@ def fake_initialize(model: str, dtype: str) -> None: ...
 
 @pytest.fixture
 async def pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PreprocessPool]:
-    monkeypatch.setattr(preprocess_pool, "process_item", fake_process)
+    monkeypatch.setattr("engine.processors.process", fake_process)
     monkeypatch.setattr(preprocess_pool, "initialize", fake_initialize)
     pool = PreprocessPool("signpost", "float32", num_workers=1, timeout_s=5.0, staging_bytes=2**20)
     pool.gate = MemoryGate(2**20, max_unweighed=10)  # items wait for the process, not for memory
