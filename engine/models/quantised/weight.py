@@ -28,10 +28,6 @@ class SmallWeight(ABC):
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [m, k] -> [m, n]"""
 
-    @abstractmethod
-    def dequantise(self) -> Tensor:
-        """Return the weight, float32 [n, k], its columns in the order of the layer's input."""
-
 
 @dataclass(frozen=True, eq=False)
 class CodedWeight(SmallWeight):
@@ -71,10 +67,6 @@ class CodedWeight(SmallWeight):
             out[..., rows] = F.linear(x, self._floats(rows).to(x.dtype), None if bias is None else bias[rows])
         return out
 
-    def dequantise(self) -> Tensor:
-        floats = self._floats(slice(None))
-        return floats if self.order is None else torch.empty_like(floats).index_copy_(1, self.order, floats)
-
     def _floats(self, rows: slice) -> Tensor:
         codes = self.codes[rows]
         codes = (unpack_pairs(codes) if codes.dtype == torch.uint8 else codes).float()
@@ -98,9 +90,6 @@ class StackedWeight(SmallWeight):
         outputs = (part.multiply(x) if isinstance(part, SmallWeight) else F.linear(x, part) for part in self.parts)
         out = torch.cat(list(outputs), dim=-1)
         return out if bias is None else out.add_(bias)
-
-    def dequantise(self) -> Tensor:
-        return torch.cat([one.dequantise() if isinstance(one, SmallWeight) else one.float() for one in self.parts])
 
 
 def stacked(parts: Sequence[SmallWeight | Tensor]) -> SmallWeight:

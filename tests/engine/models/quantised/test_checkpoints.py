@@ -34,6 +34,7 @@ from tests.engine.models.quantised.packing import (
     packed_with_unused_groups,
     quantise_folder,
 )
+from tests.engine.models.quantised.weights import dequantised
 
 CPU = torch.device("cpu")
 Pack = Callable[[str, Array], tuple[Tensors, Array]]
@@ -92,7 +93,7 @@ def test_a_checkpoint_answers_as_its_dequantised_one(
     assert torch.equal(got.argmax(-1), expected.argmax(-1))
     for one, other in zip(weights_of(model), weights_of(plain), strict=True):
         if isinstance(one, SmallWeight):
-            assert torch.equal(one.dequantise(), other)  # type: ignore[arg-type]
+            assert torch.equal(dequantised(one), other)  # type: ignore[arg-type]
 
 
 def test_layers_with_the_same_order_of_columns_are_a_single_product(llama: Path, tmp_path: Path) -> None:

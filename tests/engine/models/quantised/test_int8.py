@@ -18,6 +18,7 @@ from engine.models.quantised.weight import CodedWeight, pack_pairs, quantise_int
 from engine.models.registry import load_decoder
 from engine.native import quantised
 from tests.engine.models.dense import decoder_of, logits_of
+from tests.engine.models.quantised.weights import dequantised
 
 CPU = torch.device("cpu")
 DTYPES = {torch.float32: (1e-5, 1e-6), torch.bfloat16: (2**-7, 2**-15)}
@@ -38,7 +39,7 @@ def dequantise(model: DecoderModel) -> DecoderModel:
         weight: object = layer.weight
         assert isinstance(weight, CodedWeight)
         del layer.weight
-        layer.weight = torch.nn.Parameter(weight.dequantise(), requires_grad=False)
+        layer.weight = torch.nn.Parameter(dequantised(weight), requires_grad=False)
     return model
 
 
@@ -85,8 +86,8 @@ def test_rounding_is_at_most_half_a_step_and_zeros_stay() -> None:
     weight = torch.randn(9, 50) * torch.logspace(-6, 3, 9)[:, None]
     weight[3] = 0
     small = quantise_int8(weight)
-    assert (small.dequantise() - weight).abs().le(small.scales * 0.5001).all()
-    assert not small.dequantise()[3].any()
+    assert (dequantised(small) - weight).abs().le(small.scales * 0.5001).all()
+    assert not dequantised(small)[3].any()
 
 
 @settings(deadline=None, max_examples=40)
@@ -122,8 +123,8 @@ def test_the_kernels_multiply_as_pytorch_does(
     weight = CodedWeight(codes, scales, zeros, size if one_group else 32)
     x = torch.randn(rows, size + 5, generator=generator).to(dtype)[:, :size]
     bias = torch.randn(columns, generator=generator).to(dtype) if biased else None
-    exact = x.double() @ weight.dequantise().double().t() + (0 if bias is None else bias.double())
-    bound = float((x.double().abs() @ weight.dequantise().double().abs().t()).max()) + 1e-3
+    exact = x.double() @ dequantised(weight).double().t() + (0 if bias is None else bias.double())
+    bound = float((x.double().abs() @ dequantised(weight).double().abs().t()).max()) + 1e-3
     rtol, atol = DTYPES[dtype]
     torch.testing.assert_close(weight.multiply(x, bias).double(), exact, rtol=rtol, atol=atol * bound)
 
@@ -144,7 +145,7 @@ def test_an_outlier_does_not_drown_values_of_other_blocks() -> None:
     codes = weight.codes.clone()
     codes[:, :32] = 0
     rest = CodedWeight(codes, weight.scales, weight.zeros, weight.group)
-    torch.testing.assert_close(rest.multiply(x).float(), x.float() @ rest.dequantise().t(), rtol=2**-7, atol=1e-6)
+    torch.testing.assert_close(rest.multiply(x).float(), x.float() @ dequantised(rest).t(), rtol=2**-7, atol=1e-6)
 
 
 def test_pairs_come_apart_as_they_were_put_together() -> None:
