@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from redis.exceptions import RedisError
@@ -96,11 +97,7 @@ class Membership:
 
 def make_record(context: WorkerContext, role: RoleService, http_port: int, drain: DrainState) -> InstanceRecord:
     """Return a worker's entry for the registry, with addresses reachable by others."""
-    settings = context.settings
-
-    def reachable(address: str) -> str:
-        return advertised(address, settings)
-
+    reachable = partial(advertised, settings=context.settings)
     return InstanceRecord(
         instance_id=context.instance_id,
         role=role.role,
@@ -110,7 +107,7 @@ def make_record(context: WorkerContext, role: RoleService, http_port: int, drain
         dtype=context.dtype,
         http_address=reachable(f"http://{context.host}:{http_port}"),
         requests_address=reachable(context.server.address),
-        key_id=key_id(settings),
+        key_id=key_id(context.settings),
         tensor_address=change_hosts(role.tensor_address, reachable),
         draining=drain.requested,
         next_role=drain.next_role,

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager as AsyncContext
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
 import msgspec
 import torch
@@ -30,11 +30,11 @@ from common.telemetry import SpanRecorder, get_logger
 from engine.core.decoder_engine import DecoderEngine
 from engine.device.pending_tensor import PendingTensor
 from engine.state.events import Event, KvComputed, KvReady, PrefillEvent
+from engine.state.spec import Table
 from services.handoff.payloads import Outgoing, payload_of
 from services.process.engine_thread import EngineThread
 from services.worker_context import WorkerContext
 
-Table: TypeAlias = Literal["self", "cross"]
 PART_BYTES: Final = 8 * 2**20
 """A part is not larger, unless a single token is."""
 RETRY_S: Final = 0.2
