@@ -127,7 +127,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     _QWEN_VL(
         "qwen3_vl",
         ("Qwen3VLForConditionalGeneration",),
-        decoder="engine.models.qwen3_vl:build",
+        decoder="engine.models.qwen3_vl:Qwen3VLDecoder",
         encoder="engine.encoders.qwen_vl:Qwen3VLEncoder",
     ),
     Family(
@@ -159,7 +159,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     Family(
         "whisper",
         ("WhisperForConditionalGeneration",),
-        decoder="engine.models.whisper:build",
+        decoder="engine.models.whisper:WhisperDecoder",
         encoder="engine.encoders.whisper:WhisperEncoder",
         processor="engine.processors.whisper:WhisperProcessor",
         media_kind="audio",
@@ -171,14 +171,14 @@ FAMILIES: Final[tuple[Family, ...]] = (
     _TRANSLATES(
         "bart",
         ("BartForConditionalGeneration", "BartModel"),  # as facebook/bart-base calls itself
-        decoder="engine.models.bart:build",
+        decoder="engine.models.bart:BartDecoder",
         encoder="engine.encoders.text:BartEncoder",
         prompt_bos="bos_token_id",
     ),
     _SEES(
         "florence2",
         ("Florence2ForConditionalGeneration",),
-        decoder="engine.models.bart:build",
+        decoder="engine.models.bart:BartDecoder",
         encoder="engine.encoders.florence2:Florence2Encoder",
         processor="engine.processors.florence2:Florence2Processor",
         is_encoder_decoder=True,
@@ -189,13 +189,13 @@ FAMILIES: Final[tuple[Family, ...]] = (
     _TRANSLATES(
         "mbart",
         ("MBartForConditionalGeneration",),
-        decoder="engine.models.bart:build",
+        decoder="engine.models.bart:BartDecoder",
         encoder="engine.encoders.text:MBartEncoder",
     ),
     _TRANSLATES(
         "t5",
         ("T5ForConditionalGeneration", "T5WithLMHeadModel"),  # as the first ones still call themselves
-        decoder="engine.models.t5:build",
+        decoder="engine.models.t5:T5Decoder",
         encoder="engine.encoders.text:T5Encoder",
         decoder_length="n_positions",
         default_length=512,  # what T5 was trained on; its relative positions know no limit

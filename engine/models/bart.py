@@ -45,16 +45,11 @@ _CHECKPOINT_PARTS = {
 }
 
 
-def build(info: ModelInfo) -> BartDecoder:
-    """Make the decoder of a model folder. Raises ValueError for an unsupported activation."""
-    has_bias = has_tensor(info.folder, "final_logits_bias", default=True)
-    return BartDecoder(info, pre_norm=info.family.name == "mbart", has_logits_bias=has_bias)
-
-
 class LayeredDecoder(DecoderModel):
     """The frame of BART's and Whisper's decoders: learned positions, and `layers` with cross-attention to the encoder.
 
-    With `pre_norm` each block is normed before it instead of after its residual, and the last one after it.
+    With `pre_norm` each block is normed before it instead of after its residual, and the last one after it. Raises
+    ValueError for an unsupported activation.
     """
 
     parts = _CHECKPOINT_PARTS
@@ -97,17 +92,15 @@ class LayeredDecoder(DecoderModel):
 
 
 class BartDecoder(LayeredDecoder):
-    """Positions are added in `forward`, with a norm over the sum; mBART norms before each block.
+    """Positions are added in `forward`, with a norm over the sum; mBART norms before each block."""
 
-    `has_logits_bias` says whether the checkpoint holds the bias of the output head.
-    """
-
-    def __init__(self, info: ModelInfo, *, pre_norm: bool, has_logits_bias: bool) -> None:
+    def __init__(self, info: ModelInfo) -> None:
         num_positions = info.text_config["max_position_embeddings"] + POSITION_OFFSET
-        super().__init__(info, _LAYOUT, num_positions, pre_norm=pre_norm)
+        super().__init__(info, _LAYOUT, num_positions, pre_norm=info.family.name == "mbart")
         self.scale = math.sqrt(self.spec.hidden_size) if info.text_config.get("scale_embedding") else 1.0
         self.layernorm_embedding = nn.LayerNorm(self.spec.hidden_size)
-        self.final_logits_bias = nn.Parameter(torch.empty(1, self.spec.vocab_size)) if has_logits_bias else None
+        has_bias = has_tensor(info.folder, "final_logits_bias", default=True)
+        self.final_logits_bias = nn.Parameter(torch.empty(1, self.spec.vocab_size)) if has_bias else None
 
     def embed(self, input_ids: Tensor) -> Tensor:
         embeddings = super().embed(input_ids)

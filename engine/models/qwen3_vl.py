@@ -16,15 +16,11 @@ from engine.models.config import read_text_config
 from engine.models.llama import LlamaDecoder
 
 
-def build(info: ModelInfo) -> Qwen3VLDecoder:
-    """Make the decoder of a model folder. Raises ValueError for an unsupported configuration."""
-    return Qwen3VLDecoder(info)
-
-
 class Qwen3VLDecoder(LlamaDecoder):
     """Qwen3's layers with interleaved M-RoPE; the first `num_deepstack` layers add features to image tokens."""
 
     def __init__(self, info: ModelInfo) -> None:
+        """Raises ValueError for an unsupported configuration."""
         config = read_text_config(info)
         num_deepstack = len(info.config["vision_config"]["deepstack_visual_indexes"])
         if num_deepstack >= config.num_layers:  # behind the last layer not all rows are there

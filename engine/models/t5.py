@@ -42,24 +42,17 @@ _CHECKPOINT_PARTS = {
 }
 
 
-def build(info: ModelInfo) -> T5Decoder:
-    """Make the decoder of a model folder. Raises ValueError for an unsupported activation.
-
-    A checkpoint without an output head is tied, whatever config.json says.
-    """
-    has_head = not info.config.get("tie_word_embeddings", True)
-    return T5Decoder(info, tied=not (has_head and has_tensor(info.folder, "lm_head.weight", default=True)))
-
-
 class T5Decoder(DecoderModel):
     """A pre-norm decoder without biases in linear layers; `positions` count through the attention context alone.
 
-    The original scales what goes into its output head by 1 / sqrt(d_model), v1.1 and its descendants do not.
+    The original scales what goes into its output head by 1 / sqrt(d_model), v1.1 and its descendants do not. A
+    checkpoint without an output head is tied, whatever config.json says. Raises ValueError for an unsupported
+    activation.
     """
 
     parts = _CHECKPOINT_PARTS
 
-    def __init__(self, info: ModelInfo, *, tied: bool) -> None:
+    def __init__(self, info: ModelInfo) -> None:
         super().__init__()
         config = info.config
         hidden_size, vocab_size, eps = config["d_model"], config["vocab_size"], config.get("layer_norm_epsilon", 1e-6)
@@ -88,6 +81,7 @@ class T5Decoder(DecoderModel):
             T5Layer(self.spec, config["d_ff"], projection, eps, index) for index in range(num_layers)
         )
         self.final_layer_norm = RMSNorm(hidden_size, eps)
+        tied = config.get("tie_word_embeddings", True) or not has_tensor(info.folder, "lm_head.weight", default=True)
         self.lm_head = None if tied else Linear(hidden_size, vocab_size, bias=False)
 
     def forward(self, embeddings: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:

@@ -12,11 +12,6 @@ from engine.models.base import AttentionContext, CheckpointLayout, Sources, Zero
 _LAYOUT = CheckpointLayout(prefixes={"model.decoder.": "", "decoder.": "", "proj_out.": "lm_head."})
 
 
-def build(info: ModelInfo) -> WhisperDecoder:
-    """Make the decoder of a model folder. Raises ValueError for an unsupported activation."""
-    return WhisperDecoder(info)
-
-
 class WhisperDecoder(LayeredDecoder):
     """Positions count from 0 and are added inside `forward`."""
 

@@ -60,7 +60,7 @@ class Masking:
 
 class MaskedDecoder(BartDecoder):
     def __init__(self, info: ModelInfo) -> None:
-        super().__init__(info, pre_norm=False, has_logits_bias=True)
+        super().__init__(info)
         self.spec = replace(self.spec, biased=("self", "cross"))
         self.masks = SameDocument(SEPARATOR), LaterRows()  # type: ignore[call-arg]
 
