@@ -138,10 +138,6 @@ class _Live:
     processed: dict[int, processors.ProcessedInput] = field(default_factory=dict)  # offered, not granted yet
     unoffered: deque[int] = field(default_factory=deque)
 
-    @property
-    def staged_bytes(self) -> int:
-        return sum(item.array_bytes for item in self.processed.values())
-
 
 class LLM:
     """A model, offline. Options are the fields of `EngineConfig`, such as `kv_cache_bytes` or `dtype`.
@@ -446,7 +442,7 @@ class LLM:
 
     def _offer_some(self, request_id: str, live: _Live) -> None:
         """Preprocess and offer the next inputs, up to STAGED_BYTES; the others follow after grants."""
-        while live.unoffered and (not live.processed or live.staged_bytes < STAGED_BYTES):
+        while live.unoffered and sum(item.array_bytes for item in live.processed.values()) < STAGED_BYTES:
             self._offer(request_id, live.unoffered.popleft())
 
     def _offer(self, request_id: str, input_id: int) -> None:

@@ -80,23 +80,15 @@ class MemoryGate:
 class PreprocessPool(ChildPool):
     """Child processes with a model's processor loaded. Items wait for memory with their media only: see `gate`."""
 
-    def __init__(
-        self,
-        model: str,
-        dtype: str,
-        num_workers: int,
-        timeout_s: float,
-        staging_bytes: int,
-        memory_bytes: int = MEMORY_BYTES,
-    ) -> None:
-        """Limit each item to `timeout_s` from its start and to `memory_bytes`, all arrays to `staging_bytes`."""
+    def __init__(self, model: str, dtype: str, num_workers: int, timeout_s: float, staging_bytes: int) -> None:
+        """Limit each item to `timeout_s` from its start and to MEMORY_BYTES, all arrays to `staging_bytes`."""
         self.gate = MemoryGate(staging_bytes, num_workers)
         super().__init__(
             partial(initialize, model, dtype),
             work="preprocessing",
             num_workers=num_workers,
             timeout_s=timeout_s,
-            memory_bytes=memory_bytes,
+            memory_bytes=MEMORY_BYTES,
         )
 
     async def process(self, kind: MediaKind, media: bytes) -> ProcessedInput:

@@ -15,6 +15,7 @@ from common.errors import TriptychError
 from engine.media.image import decode_image
 from proxy.media.audio import AudioWindows
 from proxy.media.helper_process import shared
+from services.encode import preprocess_pool
 from services.encode.preprocess_pool import PreprocessPool
 from tests.proxy.sample_media import data_url, image_part, picture, speech
 from tests.security.media import bombs
@@ -39,10 +40,9 @@ def pictures() -> dict[str, bytes]:
 
 
 @pytest.fixture
-async def pool() -> AsyncIterator[PreprocessPool]:
-    pool = PreprocessPool(
-        "signpost", "float32", num_workers=1, timeout_s=20, staging_bytes=2**30, memory_bytes=MEMORY_BYTES
-    )
+async def pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PreprocessPool]:
+    monkeypatch.setattr(preprocess_pool, "MEMORY_BYTES", MEMORY_BYTES)
+    pool = PreprocessPool("signpost", "float32", num_workers=1, timeout_s=20, staging_bytes=2**30)
     await pool.warm_up(60)
     yield pool
     pool.close()
