@@ -93,7 +93,8 @@ class SpanRecorder:
         """Return the seconds since a stage began; 0 for a stage that is not open."""
         return time.monotonic() - self._open[stage][1] if stage in self._open else 0.0
 
-    def end(self, stage: str) -> None:
-        if stage in self._open:
-            start_s, _ = self._open.pop(stage)
-            self.spans.append(Span(stage, self.instance, start_s, time.time()))
+    def end(self, *stages: str) -> None:
+        for stage in stages:
+            if stage in self._open:
+                start_s, _ = self._open.pop(stage)
+                self.spans.append(Span(stage, self.instance, start_s, time.time()))

@@ -243,7 +243,8 @@ class BlockManager:
     def can_swap_out(self, request_id: str, sequence_ids: Sequence[int]) -> bool:
         """Return whether the host has room for a request, and whether its cross table, if any, is worth keeping."""
         needed = len(self.held_blocks(sequence_ids)) + len(self.get_cross_block_table(request_id))
-        return self.host.pool.num_usable > 0 and needed <= self.host.num_free and not self.needs_writing(request_id)
+        has_room = self.host.pool.num_usable > 0 and needed <= self.host.pool.num_free
+        return has_room and not self.needs_writing(request_id)
 
     def swap_out(self, request_id: str, sequence_ids: Sequence[int]) -> None:
         """Move the tables of a request to the host. Blocks shared with other requests stay on the device for them."""

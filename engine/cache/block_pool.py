@@ -111,10 +111,6 @@ class HostTables:
         self.requests: dict[str, SwappedRequest] = {}
         self._request_of: dict[int, str] = {}  # by sequence
 
-    @property
-    def num_free(self) -> int:
-        return self.pool.num_free
-
     def put(
         self, request_id: str, tables: Mapping[int, Sequence[int]], cross: Sequence[int], content: str
     ) -> dict[int, int]:

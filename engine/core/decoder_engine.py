@@ -289,7 +289,7 @@ class DecoderEngine:
             "kv_blocks_free": blocks.num_free,
             "kv_blocks_used": blocks.num_used,
             "kv_blocks_cached": blocks.num_cached,
-            "kv_host_blocks_free": blocks.host.num_free,
+            "kv_host_blocks_free": blocks.host.pool.num_free,
             "kv_host_blocks_used": blocks.host.pool.num_used,
             "kv_block_bytes": runner.block_bytes,
             "encoder_cache_bytes_capacity": cache.capacity_bytes,

@@ -49,8 +49,7 @@ class OutputProcessor:
         self.counters["generated_tokens"] += count
         if not request.has_output:
             request.has_output = True
-            request.recorder.end("inputs")
-            request.recorder.end("prefill")
+            request.recorder.end("inputs", "prefill")
             request.recorder.start("decode")
             self.counters["prompt_tokens"] += len(request.prompt)
 

@@ -81,8 +81,7 @@ class KvExporter:
         self.state.emit(KvComputed(request.request_id, num_computed, request.attempt))
         if request.is_prefilled_here and request.request_id not in self._complete:
             self._complete.add(request.request_id)
-            request.recorder.end("inputs")
-            request.recorder.end("prefill")
+            request.recorder.end("inputs", "prefill")
             request.recorder.start("handoff")
             if request.request_id in self._ending:
                 return self._finish(request)

@@ -31,15 +31,6 @@ class OfferCheck:
     cross_attention: bool = False
     video_placeholder: int | None = None
 
-    @classmethod
-    def of(cls, info: ModelInfo, spec: DecoderSpec, max_model_len: int) -> OfferCheck:
-        """Of a loaded model, served with a context of `max_model_len` tokens."""
-        max_rows = info.max_encoder_tokens if info.has_cross_attention else max_model_len
-        video = info.row_token_of("video") if "video" in info.media_kinds else None
-        placeholder = None if info.is_encoder_decoder else info.placeholder_token_id
-        cross = info.has_cross_attention
-        return cls(spec.encoder_width, spec.vocab_size, max_rows, placeholder, cross, video)
-
     def fault(self, offer: Offer) -> str | None:
         """Return the fault of an offer, with the value; None without a fault."""
         layout = offer.layout
@@ -116,7 +107,11 @@ class KvOfferCheck:
         """Of a loaded model, served in `dtype` with a context of `max_model_len` tokens."""
         shape = 2, spec.num_kv_heads, spec.head_dim
         cross_shape = (spec.num_cross_layers, *shape) if spec.has_cross_attention else ()
-        inputs = OfferCheck.of(info, spec, max_model_len)
+        max_rows = info.max_encoder_tokens if info.has_cross_attention else max_model_len
+        video = info.row_token_of("video") if "video" in info.media_kinds else None
+        placeholder = None if info.is_encoder_decoder else info.placeholder_token_id
+        sizes = spec.encoder_width, spec.vocab_size, max_rows
+        inputs = OfferCheck(*sizes, placeholder, info.has_cross_attention, video)
         return cls(inputs, (spec.num_layers, *shape), cross_shape, str(dtype).removeprefix("torch."))
 
     def describe(self, request: Request) -> KvOffer:

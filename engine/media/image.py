@@ -94,8 +94,8 @@ def to_planes(image: Image.Image, values: npt.NDArray[np.float32]) -> npt.NDArra
     return np.stack([values[channel][pixels[..., channel]] for channel in range(3)])
 
 
-def require_steps(json: dict[str, Any], *steps: str) -> None:
+def require_steps(json: dict[str, Any]) -> None:
     """Raise ValueError for a preprocessor_config.json that turns off a required step."""
-    for step in steps:
+    for step in ("do_resize", "do_rescale", "do_normalize"):
         if json.get(step, True) is False:
             raise ValueError(f"a preprocessor with {step} = false is not supported")

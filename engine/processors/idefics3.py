@@ -36,7 +36,7 @@ class PieceSettings(PixelSettings):
     @classmethod
     def from_json(cls, json: dict[str, Any]) -> PieceSettings:
         """Read a preprocessor_config.json. Raises ValueError if the file turns off a required step."""
-        require_steps(json, "do_resize", "do_rescale", "do_normalize")
+        require_steps(json)
         size = json.get("size") or {"longest_edge": cls.longest_edge}
         longest = size.get("longest_edge")
         return cls(

@@ -37,7 +37,7 @@ class CropSettings(PixelSettings):
     @classmethod
     def from_json(cls, json: dict[str, Any]) -> CropSettings:
         """Read a preprocessor_config.json. Raises ValueError if the file turns off a required step."""
-        require_steps(json, "do_resize", "do_rescale", "do_normalize")
+        require_steps(json)
         kind = str(json.get("image_processor_type") or json.get("feature_extractor_type"))
         siglip = kind.startswith("Siglip")
         size = json.get("size") or ({"height": 224, "width": 224} if siglip else 224)

@@ -34,7 +34,7 @@ class PatchSettings(PixelSettings):
     @classmethod
     def from_json(cls, json: dict[str, Any]) -> PatchSettings:
         """Read a preprocessor_config.json. Raises ValueError if the file turns off a required step."""
-        require_steps(json, "do_resize", "do_rescale", "do_normalize")
+        require_steps(json)
         size = json.get("size") or {}
         known = {name: json[name] for name in cls.__dataclass_fields__ if json.get(name) is not None}
         known.setdefault("min_pixels", size.get("shortest_edge", cls.min_pixels))

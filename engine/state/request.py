@@ -368,6 +368,5 @@ class Request:
         return next((item for item in self.inputs if not item.usable), None)
 
     def finish_spans(self) -> list[Span]:
-        for stage in ("queue", "inputs", "prefill", "handoff", "decode"):
-            self.recorder.end(stage)
+        self.recorder.end("queue", "inputs", "prefill", "handoff", "decode")
         return self.recorder.spans

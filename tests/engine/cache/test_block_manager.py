@@ -226,16 +226,16 @@ class BlockManagerMachine(RuleBasedStateMachine):
         one, manager = self.requests[name], self.manager
         needed = self.own_cells(name) + self.cross_blocks(name)
         unwritten = one.reads_cross and manager.needs_writing(name)
-        expected = needed <= manager.host.num_free and not unwritten
+        expected = needed <= manager.host.pool.num_free and not unwritten
         assert manager.can_swap_out(name, list(one.sequences)) == expected
         if not expected:
             return
-        before, host_before, alone = manager.num_free, manager.host.num_free, self.is_unshared(name)
+        before, host_before, alone = manager.num_free, manager.host.pool.num_free, self.is_unshared(name)
         manager.swap_out(name, list(one.sequences))
         one.swapped = True
         for sequence in one.sequences.values():
             sequence.num_pending = 0
-        assert manager.host.num_free == host_before - needed
+        assert manager.host.pool.num_free == host_before - needed
         if alone:
             assert manager.num_free == before + needed
 
@@ -246,7 +246,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         one, manager = self.requests[name], self.manager
         own, cross = self.own_cells(name), self.cross_blocks(name)
         needed = own + (0 if self.readers(one.content) else cross)
-        before, host_before = manager.num_free, manager.host.num_free
+        before, host_before = manager.num_free, manager.host.pool.num_free
         assert manager.missing_to_swap_in(name) == needed
         if needed > before:
             return
@@ -256,7 +256,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         for sequence in one.sequences.values():
             sequence.cells = [fresh.setdefault(cell, Cell()) for cell in sequence.cells]
         assert manager.num_free == before - needed
-        assert manager.host.num_free == host_before + own + cross
+        assert manager.host.pool.num_free == host_before + own + cross
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -268,13 +268,13 @@ class BlockManagerMachine(RuleBasedStateMachine):
             return
         number = data.draw(st.sampled_from(sorted(one.sequences)))
         own = self.own_cells(name)
-        before, host_before = self.manager.num_free, self.manager.host.num_free
+        before, host_before = self.manager.num_free, self.manager.host.pool.num_free
         expected = before if one.swapped else before + len(self.manager.releasable_blocks(set(), [number]))
         cells = one.sequences.pop(number).cells
         self.manager.free(number)
         assert self.manager.num_free == expected
         if one.swapped:
-            assert self.manager.host.num_free == host_before + own - self.own_cells(name)
+            assert self.manager.host.pool.num_free == host_before + own - self.own_cells(name)
         elif not any(self.references(cell) for cell in cells):
             assert self.manager.num_free == before + len(cells)
         self.forget_if_empty(name)
@@ -284,10 +284,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def free_cross(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from([n for n, one in self.requests.items() if one.reads_cross]))
         one, cross = self.requests[name], self.cross_blocks(name)
-        before, host_before = self.manager.num_free, self.manager.host.num_free
+        before, host_before = self.manager.num_free, self.manager.host.pool.num_free
         self.manager.free_cross(name)
         one.reads_cross = False
-        assert self.manager.host.num_free == host_before + (cross if one.swapped else 0)
+        assert self.manager.host.pool.num_free == host_before + (cross if one.swapped else 0)
         gone = not one.swapped and not self.readers(one.content)
         assert self.manager.num_free == before + (cross if gone else 0)
         self.forget_if_empty(name)
@@ -355,7 +355,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert manager.num_free + manager.num_used == manager.pool.num_usable
         assert manager.num_cached == manager.num_free - manager.pool.num_free
         swapped = sum(self.own_cells(n) + self.cross_blocks(n) for n, one in self.requests.items() if one.swapped)
-        assert manager.host.num_free == NUM_HOST_BLOCKS - 1 - swapped
+        assert manager.host.pool.num_free == NUM_HOST_BLOCKS - 1 - swapped
 
     @invariant()
     def blocks_are_shared_where_the_model_shares_cells(self) -> None:

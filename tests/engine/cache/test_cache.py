@@ -83,7 +83,7 @@ def test_a_swapped_cross_table_comes_back_where_the_device_has_lost_it() -> None
         manager.free(0)
         manager.free_cross("a")
         manager.check_integrity()
-    assert manager.host.num_free == 8
+    assert manager.host.pool.num_free == 8
 
 
 def test_a_swapped_sequence_that_ends_gives_its_host_blocks_back() -> None:
@@ -93,11 +93,11 @@ def test_a_swapped_sequence_that_ends_gives_its_host_blocks_back() -> None:
     manager.fork(0, 1)
     manager.append(1, 6, 7)
     manager.swap_out("r", [0, 1])
-    assert manager.host.num_free == 8 - 3
+    assert manager.host.pool.num_free == 8 - 3
     manager.free(0)
-    assert manager.host.num_free == 8 - 2
+    assert manager.host.pool.num_free == 8 - 2
     manager.swap_in("r")
-    assert (manager.num_used, manager.host.num_free) == (2, 8)
+    assert (manager.num_used, manager.host.pool.num_free) == (2, 8)
     assert 0 not in manager.tables
     manager.check_integrity()
 

@@ -159,17 +159,17 @@ def test_a_request_that_ends_on_the_host_leaves_nothing_there(tiny_llama: ModelI
     driver.step_to_token(3, "r", 2)  # each has written a block of its own
     engine.scheduler.preempt(engine.scheduler.running[0])
     assert engine.blocks.is_swapped("r")
-    used = engine.runner.num_host_blocks - engine.blocks.host.num_free
+    used = engine.runner.num_host_blocks - engine.blocks.host.pool.num_free
     if end == "abort":
         engine.abort("r")
         assert engine.is_empty()
     else:
         for index in (1, 0, 2)[: 1 if end == "stop one sequence" else 3]:
             engine.stop_sequence("r", index)
-        assert engine.runner.num_host_blocks - engine.blocks.host.num_free < used
+        assert engine.runner.num_host_blocks - engine.blocks.host.pool.num_free < used
     engine.check_integrity()
     driver.finish()
-    assert engine.blocks.host.num_free == engine.runner.num_host_blocks
+    assert engine.blocks.host.pool.num_free == engine.runner.num_host_blocks
     for index in (0, 2) if end == "stop one sequence" else ():
         assert driver.tokens["r", index] == expected["r", index]
     assert driver.count(Failed) == 0

@@ -157,7 +157,7 @@ def check(info: ModelInfo, jobs: list[Job], sizes: Sizes, seed: int) -> None:
                 got = driver.tokens[job.name, index]
                 early = outgrows and driver.ends[job.name, index].finish_reason == "length"
                 assert got == (tokens[: len(got)] if early else tokens)
-    assert driver.engine.blocks.host.num_free == driver.engine.runner.num_host_blocks
+    assert driver.engine.blocks.host.pool.num_free == driver.engine.runner.num_host_blocks
 
 
 @pytest.mark.parametrize("model", ["text", "pictures", "speech"])
