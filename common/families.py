@@ -79,11 +79,11 @@ FAMILIES: Final[tuple[Family, ...]] = (
     Family("qwen2", ("Qwen2ForCausalLM",)),
     Family("qwen3", ("Qwen3ForCausalLM",)),
     Family("mistral", ("MistralForCausalLM",)),
-    Family("gemma3_text", ("Gemma3ForCausalLM",), decoder="engine.models.gemma3:build"),
+    Family("gemma3_text", ("Gemma3ForCausalLM",), decoder="engine.models.gemma3:Gemma3Decoder"),
     _SEES(
         "gemma3",
         ("Gemma3ForConditionalGeneration",),
-        decoder="engine.models.gemma3:build",
+        decoder="engine.models.gemma3:Gemma3Decoder",
         encoder="engine.encoders.gemma3:Gemma3Encoder",
         processor="engine.processors.gemma3:Gemma3Processor",
         placeholder="image_token_index",
@@ -149,7 +149,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     _SEES(
         "mllama",
         ("MllamaForConditionalGeneration",),
-        decoder="engine.models.mllama:build",
+        decoder="engine.models.mllama:MllamaDecoder",
         encoder="engine.encoders.mllama:MllamaEncoder",
         processor="engine.processors.mllama:MllamaProcessor",
         cross_attention=True,

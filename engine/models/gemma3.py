@@ -11,20 +11,12 @@ from torch import Tensor, nn
 
 from common.model_info import ModelInfo
 from engine.models.base import AttentionContext
-from engine.models.config import TextConfig, read_text_config, sliding_layers
+from engine.models.config import TextConfig, sliding_layers
 from engine.models.layers import Linear, Rotary, activation, rotate
 from engine.models.llama import LlamaDecoder
 
 _LOCAL_THETA = 10_000.0
 _NOT_COMPUTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
-
-
-def build(info: ModelInfo) -> Gemma3Decoder:
-    """Make the decoder of a model folder. Raises ValueError for an unsupported configuration."""
-    for name in _NOT_COMPUTED:
-        if info.text_config.get(name):
-            raise ValueError(f"{name} is not supported")
-    return Gemma3Decoder(info, read_text_config(info))
 
 
 class Gemma3Decoder(LlamaDecoder):
@@ -33,9 +25,13 @@ class Gemma3Decoder(LlamaDecoder):
     Token embeddings are scaled by sqrt(hidden_size); encoder outputs, which replace some, are not.
     """
 
-    def __init__(self, info: ModelInfo, config: TextConfig) -> None:
-        super().__init__(info, config)
-        json = info.text_config
+    def __init__(self, info: ModelInfo) -> None:
+        """Raises ValueError for an unsupported configuration."""
+        for name in _NOT_COMPUTED:
+            if info.text_config.get(name):
+                raise ValueError(f"{name} is not supported")
+        super().__init__(info)
+        config, json = self.config, info.text_config
         whole_input_tokens = int(info.config.get("mm_tokens_per_image") or 256) if info.media_kind else 0
         self.spec = replace(self.spec, whole_input_tokens=whole_input_tokens)
         given = (json.get("rope_parameters") or {}).get("sliding_attention") or {}

@@ -54,7 +54,7 @@ def build(info: ModelInfo) -> LlamaDecoder:
     kind = (info.config.get("text_config") or {}).get("model_type")
     if kind is not None and kind not in _NESTED_TYPES:
         raise ValueError(f"text_config.model_type {kind!r} is not supported; supported: {', '.join(_NESTED_TYPES)}")
-    return LlamaDecoder(info, read_text_config(info))
+    return LlamaDecoder(info)
 
 
 class LlamaDecoder(DecoderModel):
@@ -65,8 +65,9 @@ class LlamaDecoder(DecoderModel):
 
     parts = CHECKPOINT_PARTS
 
-    def __init__(self, info: ModelInfo, config: TextConfig) -> None:
+    def __init__(self, info: ModelInfo) -> None:
         super().__init__()
+        self.config = config = read_text_config(info)
         self.spec = DecoderSpec(
             num_layers=config.num_layers,
             num_heads=config.num_heads,

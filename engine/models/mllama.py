@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from common.model_info import ModelInfo
 from engine.models.base import AttentionContext, CheckpointLayout, Sources, fused_sources
-from engine.models.config import TextConfig, read_text_config
+from engine.models.config import TextConfig
 from engine.models.layers import Linear, RMSNorm, silu_mul
 from engine.models.llama import CHECKPOINT_PARTS, LlamaDecoder, LlamaLayer
 
@@ -31,24 +31,20 @@ _CROSS_PARTS = {
 }
 
 
-def build(info: ModelInfo) -> MllamaDecoder:
-    """Make the decoder of a model folder. Raises ValueError for an unsupported configuration."""
-    config = read_text_config(info)
-    cross_layers = frozenset(int(index) for index in info.text_config["cross_attention_layers"])
-    outside = sorted(index for index in cross_layers if not 0 <= index < config.num_layers)
-    if outside or len(cross_layers) == config.num_layers:
-        raise ValueError(
-            f"cross_attention_layers {sorted(cross_layers)} of {config.num_layers} layers are not supported: "
-            "expected layer numbers, and not all of them"
-        )
-    return MllamaDecoder(info, config, cross_layers)
-
-
 class MllamaDecoder(LlamaDecoder):
     """Layers stand in a single list, as in the checkpoint; caches count the layers of each kind from 0."""
 
-    def __init__(self, info: ModelInfo, config: TextConfig, cross_layers: frozenset[int]) -> None:
-        super().__init__(info, replace(config, tied=False))
+    def __init__(self, info: ModelInfo) -> None:
+        """Raises ValueError for an unsupported configuration."""
+        super().__init__(info)
+        config = self.config
+        cross_layers = frozenset(int(index) for index in info.text_config["cross_attention_layers"])
+        outside = sorted(index for index in cross_layers if not 0 <= index < config.num_layers)
+        if outside or len(cross_layers) == config.num_layers:
+            raise ValueError(
+                f"cross_attention_layers {sorted(cross_layers)} of {config.num_layers} layers are not supported: "
+                "expected layer numbers, and not all of them"
+            )
         self.layout = _LAYOUT
         self.spec = replace(
             self.spec,
@@ -65,6 +61,7 @@ class MllamaDecoder(LlamaDecoder):
                 self.layers.append(self.cross_layers[-1])
             else:
                 self.layers.append(LlamaLayer(config, index - len(self.cross_layers)))
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)  # never the embedding, which has more
 
     def forward(self, embeddings: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
         rotation = self.rotary(positions, embeddings.dtype)

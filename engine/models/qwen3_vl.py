@@ -12,7 +12,6 @@ from torch import Tensor
 
 from common.model_info import ModelInfo
 from engine.models.base import AttentionContext
-from engine.models.config import read_text_config
 from engine.models.llama import LlamaDecoder
 
 
@@ -21,13 +20,12 @@ class Qwen3VLDecoder(LlamaDecoder):
 
     def __init__(self, info: ModelInfo) -> None:
         """Raises ValueError for an unsupported configuration."""
-        config = read_text_config(info)
+        super().__init__(info)
         num_deepstack = len(info.config["vision_config"]["deepstack_visual_indexes"])
-        if num_deepstack >= config.num_layers:  # behind the last layer not all rows are there
-            raise ValueError(f"{num_deepstack} deep-stacked outputs for a decoder of {config.num_layers} layers")
-        super().__init__(info, config)
+        if num_deepstack >= self.config.num_layers:  # behind the last layer not all rows are there
+            raise ValueError(f"{num_deepstack} deep-stacked outputs for a decoder of {self.config.num_layers} layers")
         self.num_deepstack = num_deepstack
-        self.spec = replace(self.spec, encoder_hidden_size=(1 + num_deepstack) * config.hidden_size)
+        self.spec = replace(self.spec, encoder_hidden_size=(1 + num_deepstack) * self.config.hidden_size)
 
     def forward(self, embeddings: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
         rotation = self.rotary(positions, embeddings.dtype)

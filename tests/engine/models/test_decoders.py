@@ -19,7 +19,6 @@ from transformers import (
 
 from common.errors import TriptychError
 from common.model_info import load_model_info
-from engine.models.config import read_text_config
 from engine.models.llama import MULTIMODAL_LAYOUT, LlamaDecoder
 from tests import tiny_models
 from tests.engine.models.dense import decoder_of, logits_of
@@ -186,7 +185,7 @@ def test_old_names_of_qwen2_5_vl_and_new_ones_lead_to_the_same_tensors() -> None
 def test_a_model_uses_no_memory_before_it_is_loaded(qwen2_5_vl: Path) -> None:
     info = load_model_info(str(qwen2_5_vl))
     with torch.device("meta"):
-        model = LlamaDecoder(info, read_text_config(info))
+        model = LlamaDecoder(info)
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     cosines, _ = model.rotary(torch.arange(2), torch.float32)
     assert not cosines.is_meta
