@@ -190,7 +190,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
         "mbart",
         ("MBartForConditionalGeneration",),
         decoder="engine.models.bart:BartDecoder",
-        encoder="engine.encoders.text:MBartEncoder",
+        encoder="engine.encoders.text:BartEncoder",
     ),
     _TRANSLATES(
         "t5",

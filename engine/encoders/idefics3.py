@@ -8,16 +8,12 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.models.idefics3.modeling_idefics3 import Idefics3Connector, Idefics3VisionTransformer
-from transformers.models.smolvlm.modeling_smolvlm import SmolVLMConnector, SmolVLMVisionTransformer
+from transformers import AutoModel
+from transformers.models.idefics3.modeling_idefics3 import Idefics3Connector
 
 from engine.models.base import CheckpointLayout, EncoderModel
 from engine.processors import ProcessedInput
 
-_CLASSES: Final = {
-    "idefics3": (Idefics3VisionTransformer, Idefics3Connector),
-    "smolvlm": (SmolVLMVisionTransformer, SmolVLMConnector),
-}
 _WIDEST_BYTES: Final = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 """Of the widest intermediate tensor: a large image has 17 pieces of 1024 patches, all at once they take 600 MiB, and
 a CPU is no faster for it."""
@@ -29,11 +25,10 @@ class Idefics3Encoder(EncoderModel):
     layout = CheckpointLayout(prefixes={"model.vision_model.": "vision_model.", "model.connector.": "connector."})
 
     def __init__(self, config: Any) -> None:
-        tower, connector = _CLASSES[config.model_type]
         vision = config.vision_config
-        self._tower: Any = tower._from_config(vision)
+        self._tower: Any = AutoModel.from_config(vision)
         self.unmasked = self._tower
-        self._connector: Any = connector(config)
+        self._connector: Any = Idefics3Connector(config)  # SmolVLM's is the same
         self._patch_size, self._width = int(vision.patch_size), int(vision.intermediate_size)
         self.module: nn.Module = nn.ModuleDict({"vision_model": self._tower, "connector": self._connector})
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModel
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
-from engine.models.base import CheckpointLayout, EncoderModel
+from engine.models.base import CheckpointLayout, EncoderModel, with_and_without_model
 from engine.processors import ProcessedInput
 
 
@@ -51,9 +51,6 @@ def _tower_layout(tower: nn.Module) -> CheckpointLayout:
     """Return the layout of a tower and its projector. There is a level between tower and layers in checkpoints, and in
     modules of some versions."""
     inner = "vision_model." if hasattr(tower, "vision_model") else ""
-    prefixes = {}
-    for outer in ("", "model."):
-        prefixes[f"{outer}vision_tower."] = f"tower.{inner}"
-        prefixes[f"{outer}vision_tower.vision_model."] = f"tower.{inner}"
-        prefixes[f"{outer}multi_modal_projector."] = "projector."
-    return CheckpointLayout(prefixes=prefixes, ignored=("embeddings.position_ids",))
+    towers = dict.fromkeys(("vision_tower.", "vision_tower.vision_model."), f"tower.{inner}")
+    prefixes = with_and_without_model({**towers, "multi_modal_projector.": "projector."})
+    return CheckpointLayout(prefixes, ignored=("embeddings.position_ids",))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.models.mllama.modeling_mllama import MllamaVisionModel
 
 from engine.device.h2d import send
-from engine.models.base import CheckpointLayout, EncoderModel
+from engine.models.base import CheckpointLayout, EncoderModel, with_and_without_model
 from engine.processors import ProcessedInput
 
 
@@ -22,23 +22,19 @@ class MllamaEncoder(EncoderModel):
     """
 
     layout = CheckpointLayout(
-        prefixes={
-            f"{outer}{module}.": f"{module}."
-            for outer in ("", "model.")
-            for module in ("vision_model", "multi_modal_projector")
-        }
+        with_and_without_model({"vision_model.": "tower.", "multi_modal_projector.": "projector."})
     )
 
     def __init__(self, config: Any) -> None:
-        self._vision: Any = MllamaVisionModel(config.vision_config)
+        self._tower: Any = MllamaVisionModel(config.vision_config)
         self._projector = nn.Linear(config.vision_config.vision_output_dim, config.text_config.hidden_size)
-        self.module: nn.Module = nn.ModuleDict({"vision_model": self._vision, "multi_modal_projector": self._projector})
+        self.module: nn.Module = nn.ModuleDict({"tower": self._tower, "projector": self._projector})
 
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
         names = "pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"
         pixels, *tiles = (np.stack([item.arrays[name] for item in items]) for name in names)
         values = self.send(pixels)
         ids, present = send(values.device, *tiles)
-        states = self._vision(values, aspect_ratio_ids=ids, aspect_ratio_mask=present).last_hidden_state
+        states = self._tower(values, aspect_ratio_ids=ids, aspect_ratio_mask=present).last_hidden_state
         # [images, 1, tiles, rows per tile, features] -> [images, rows, hidden_size]
         return list(self._projector(states).flatten(1, 3).unbind(0))

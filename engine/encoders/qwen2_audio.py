@@ -15,7 +15,7 @@ from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioMulti
 
 from engine.device.h2d import send_tensor
 from engine.encoders.attention import rows_and_padding
-from engine.models.base import CheckpointLayout, EncoderModel
+from engine.models.base import CheckpointLayout, EncoderModel, with_and_without_model
 from engine.processors import ProcessedInput
 
 
@@ -27,12 +27,7 @@ class Qwen2AudioEncoder(EncoderModel):
     """
 
     layout = CheckpointLayout(
-        prefixes={
-            "audio_tower.": "audio_tower.",
-            "model.audio_tower.": "audio_tower.",
-            "multi_modal_projector.": "projector.",
-            "model.multi_modal_projector.": "projector.",
-        }
+        with_and_without_model({"audio_tower.": "audio_tower.", "multi_modal_projector.": "projector."})
     )
 
     def __init__(self, config: Any) -> None:

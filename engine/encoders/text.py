@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -79,30 +78,21 @@ class T5Encoder(EncoderModel):
     layout = _LAYOUT
 
     def __init__(self, config: Any) -> None:
-        stack = copy.deepcopy(config)
-        stack.is_decoder = stack.use_cache = False
-        self.module: nn.Module = T5Stack(stack)
+        config.is_decoder = config.use_cache = False
+        self.module: nn.Module = T5Stack(config)
 
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
         return encode_texts(self.module, items)
 
 
 class BartEncoder(EncoderModel):
-    """Token ids of BART's encoder prompts, padded within a batch."""
-
-    own: type[nn.Module] = BartEncoderModule
-    """transformers' own class."""
+    """Token ids of BART's and mBART's encoder prompts, padded within a batch."""
 
     layout = _LAYOUT
 
     def __init__(self, config: Any) -> None:
-        self.module = self.padded = self.own(config)
+        kind: type[nn.Module] = MBartEncoderModule if config.model_type == "mbart" else BartEncoderModule
+        self.module = self.padded = kind(config)
 
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
         return encode_texts(self.module, items)
-
-
-class MBartEncoder(BartEncoder):
-    """The same for mBART."""
-
-    own = MBartEncoderModule

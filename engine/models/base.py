@@ -95,6 +95,11 @@ class CheckpointLayout:
         return self.prefixes[prefix] + name.removeprefix(prefix)
 
 
+def with_and_without_model(prefixes: Mapping[str, str]) -> dict[str, str]:
+    """Return prefixes as old checkpoints have them, and as new ones, which begin with `model.`."""
+    return {outer + theirs: ours for outer in ("", "model.") for theirs, ours in prefixes.items()}
+
+
 @dataclass(frozen=True)
 class Zeros:
     """Rows of a fused tensor without a source in the checkpoint."""
