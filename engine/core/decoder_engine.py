@@ -302,7 +302,7 @@ class DecoderEngine:
             "early_offers": len(self.input_receiver.early) + len(self.kv_receiver.early),
             "kv_reserved_requests": len(self.kv_receiver.reserved),
             "steps_recorded": len(runner.graphs.sizes) if runner.graphs is not None else 0,
-            "weight_bytes": runner.load_report.parameter_bytes,
+            "weight_bytes": runner.weight_bytes,
             "attention_fallback": int(runner.backend.is_fallback),
             "layers_fallback": int(runner.layers_are_fallback),
             "adapters_loaded": 0 if runner.adapters is None else len(runner.adapters.loaded),

@@ -79,7 +79,7 @@ class EncoderEngine:
         """
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device, info)
-        self.encoder, self.load_report = load_encoder(info, self.device, self.dtype, config.load_format)
+        self.encoder, self._weight_bytes = load_encoder(info, self.device, self.dtype, config.load_format)
         from engine.encoders.attention import use_kernels  # imports transformers, as the encoder has by now
 
         self.attention_is_fallback = not use_kernels(self.encoder, self.device, self.dtype, config.attention_backend)
@@ -95,9 +95,7 @@ class EncoderEngine:
         budget = int(memory_share * whole)
         max_items, batch_bytes = self._fit(config, batch_bytes, budget, whole)
         activation = None if self.profile is None else self.profile.bytes_of(max_items)
-        self.memory = MemoryReport.of_encoder(
-            config, self.load_report.parameter_bytes, activation, budget, output_cache_bytes
-        )
+        self.memory = MemoryReport.of_encoder(config, self._weight_bytes, activation, budget, output_cache_bytes)
         # On a CPU the largest image is guessed from smaller ones, where it would take long.
         step = self.memory.activation or 0
         self.taken_bytes = outputs + (step if self.device.type == "cuda" else min(step, budget))
@@ -114,7 +112,7 @@ class EncoderEngine:
         """Return the items and bytes of a batch: as many as the budget allows, or a single item within the `whole`."""
         profile, max_items = self.profile, config.encoder_batch_items
         if profile is not None and profile.largest > budget:
-            check_encoder_budget(config, self.device, self.load_report.parameter_bytes, whole, profile.smallest)
+            check_encoder_budget(config, self.device, self._weight_bytes, whole, profile.smallest)
             max_items = profile.items_within(budget)
             batch_bytes = min(batch_bytes, max_items * profile.item_bytes)
         return max_items, batch_bytes

@@ -193,12 +193,3 @@ class EncoderModel(ABC):
         Called in inference mode.
         Outputs may be views of one batch: the caller copies an output that outlives the others.
         """
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """Figures of a load: checkpoint tensors by name, bytes read and bytes held."""
-
-    names: tuple[str, ...]
-    read_bytes: int
-    parameter_bytes: int

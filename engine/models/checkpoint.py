@@ -7,6 +7,7 @@ model runs from 4 KiB pages.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -37,7 +38,6 @@ class Checkpoint:
 
     def __init__(self, folder: Path, stem: str = "model") -> None:
         self.entries = read_index(folder, stem)
-        self.read_bytes = 0
         self._files: dict[Path, FileIO] = {}
 
     def __enter__(self) -> Checkpoint:
@@ -50,20 +50,21 @@ class Checkpoint:
             file.close()
         self._files.clear()
 
-    def read_into(self, name: str, out: Tensor) -> None:
+    def read_into(self, name: str, out: Tensor, dtypes: Mapping[str, torch.dtype] = _DTYPES) -> None:
         """Fill `out` (contiguous, of the tensor's shape) from the file; dtype and device may differ from the file's.
 
-        Raises CheckpointError where the shapes differ, the dtype is not a floating-point one, or the file ends early.
+        Raises CheckpointError where the shapes differ, the dtype is none of `dtypes`, by default floating-point ones,
+        or the file ends early.
         """
         entry = self.entries[name]
         if tuple(out.shape) != entry.shape:
             raise CheckpointError(f"{name} in {entry.path} has shape {entry.shape}, the model needs {tuple(out.shape)}")
-        if entry.dtype not in _DTYPES:
-            supported = ", ".join(_DTYPES)
+        if entry.dtype not in dtypes:
+            supported = ", ".join(dtypes)
             raise CheckpointError(f"{name} in {entry.path} has dtype {entry.dtype}; supported: {supported}")
         file = self._open(entry.path)
         file.seek(entry.offset)
-        dtype, flat = _DTYPES[entry.dtype], out.view(-1)
+        dtype, flat = dtypes[entry.dtype], out.view(-1)
         if dtype == out.dtype and out.device.type == "cpu":
             _read_exactly(file, flat, entry)
         else:
@@ -71,19 +72,12 @@ class Checkpoint:
                 staging = torch.empty(len(piece), dtype=dtype)
                 _read_exactly(file, staging, entry)
                 piece.copy_(staging)
-        self.read_bytes += entry.size_bytes
 
     def read(self, name: str) -> Tensor:
         """Return a tensor as the file has it, small dtypes included. Raises CheckpointError for another dtype."""
         entry = self.entries[name]
-        if entry.dtype not in _ALL_DTYPES:
-            supported = ", ".join(_ALL_DTYPES)
-            raise CheckpointError(f"{name} in {entry.path} has dtype {entry.dtype}; supported: {supported}")
-        out = torch.empty(entry.shape, dtype=_ALL_DTYPES[entry.dtype])
-        file = self._open(entry.path)
-        file.seek(entry.offset)
-        _read_exactly(file, out.view(-1), entry)
-        self.read_bytes += entry.size_bytes
+        out = torch.empty(entry.shape, dtype=_ALL_DTYPES.get(entry.dtype))
+        self.read_into(name, out, _ALL_DTYPES)
         return out
 
     def are_equal(self, one: str, other: str) -> bool:

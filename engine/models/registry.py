@@ -5,7 +5,6 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from common.config import LoadFormat
 from common.errors import TriptychError
 from common.model_info import ModelInfo
-from engine.models.base import DecoderModel, EncoderModel, LoadReport, fused_sources
+from engine.models.base import DecoderModel, EncoderModel, fused_sources
 from engine.models.layers import Linear
 from engine.models.loading.dummy import draw_weights
 from engine.models.loading.loader import has_own_head, load_weights
@@ -35,8 +34,8 @@ def load_decoder(
     load_format: LoadFormat = "auto",
     *,
     as_int8: bool = False,
-) -> tuple[DecoderModel, LoadReport]:
-    """Load the decoder of a model, without encoder weights; random weights with the load format "dummy".
+) -> tuple[DecoderModel, int]:
+    """Load the decoder of a model, without encoder weights; return it and its bytes. "dummy" makes random weights.
 
     An output head in the checkpoint that is not the embedding is loaded, whatever config.json says. With `as_int8`, the
     weights of linear layers become 8-bit integers. A head that is the embedding gets a copy: the embedding stays exact.
@@ -45,13 +44,13 @@ def load_decoder(
     """
     model = make_decoder(info)
     if load_format == "dummy":
-        report = draw_weights(model, device, dtype)
-        return model, (replace(report, parameter_bytes=_quantise(model)) if as_int8 else report)
-    if model.lm_head is None and has_own_head(info, model.layout):
-        model.lm_head = Linear(model.spec.hidden_size, model.spec.vocab_size, bias=False, device="meta")
-    tied = model.lm_head is None
-    report = load_weights(model, model.sources(), model.layout, info, device, dtype, tied=tied, as_int8=as_int8)
-    return model, (replace(report, parameter_bytes=_quantise(model)) if as_int8 else report)
+        num_bytes = draw_weights(model, device, dtype)
+    else:
+        if model.lm_head is None and has_own_head(info, model.layout):
+            model.lm_head = Linear(model.spec.hidden_size, model.spec.vocab_size, bias=False, device="meta")
+        tied = model.lm_head is None
+        num_bytes = load_weights(model, model.sources(), model.layout, info, device, dtype, tied=tied, as_int8=as_int8)
+    return model, _quantise(model) if as_int8 else num_bytes
 
 
 def _quantise(model: DecoderModel) -> int:
@@ -97,8 +96,8 @@ def _without_faults(info: ModelInfo) -> Iterator[None]:
 
 def load_encoder(
     info: ModelInfo, device: torch.device, dtype: torch.dtype, load_format: LoadFormat = "auto"
-) -> tuple[EncoderModel, LoadReport]:
-    """Load the encoder of a model, without decoder weights; random weights with the load format "dummy".
+) -> tuple[EncoderModel, int]:
+    """Load the encoder of a model, without decoder weights; return it and its bytes. "dummy" makes random weights.
 
     Raises TriptychError: "invalid_request" for a text model, "model_not_found" naming a fault of the configuration.
     Raises CheckpointError where the weights do not fit.
@@ -107,9 +106,9 @@ def load_encoder(
         raise TriptychError("invalid_request", f"{info.name} is a text model: it has no encoder", "model")
     encoder = make_encoder(info)
     if load_format == "dummy":
-        report = draw_weights(encoder.module, device, dtype)
+        num_bytes = draw_weights(encoder.module, device, dtype)
     else:
         sources = fused_sources(encoder.module, {"gate_up_proj": ("gate_proj", "up_proj")})
-        report = load_weights(encoder.module, sources, encoder.layout, info, device, dtype)
+        num_bytes = load_weights(encoder.module, sources, encoder.layout, info, device, dtype)
     encoder.finish_loading(device)
-    return encoder, report
+    return encoder, num_bytes

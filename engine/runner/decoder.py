@@ -84,7 +84,7 @@ class DecoderRunner:
         self.info = info
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device, info)
-        self.model, self.load_report = load_decoder(
+        self.model, self.weight_bytes = load_decoder(
             info, self.device, self.dtype, config.load_format, as_int8=config.quantization == "int8"
         )
         self.spec = self.model.spec
@@ -102,7 +102,7 @@ class DecoderRunner:
         self._uses_mrope = self.spec.mrope_section is not None
         # The kernels of layers take bfloat16 alone.
         called = self.backend.calls_kernels and self.dtype == torch.bfloat16
-        by_calls = called and self.load_report.parameter_bytes <= MAX_CALLED_BYTES
+        by_calls = called and self.weight_bytes <= MAX_CALLED_BYTES
         self.records_graphs = not config.enforce_eager and (self.device.type == "cuda" or by_calls)
         # Qwen3-VL's layers get a share of encoder outputs, which no recording has.
         self._replays_prompts = self.spec.encoder_width == self.spec.hidden_size

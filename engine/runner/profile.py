@@ -63,7 +63,7 @@ def _divide_memory(runner: DecoderRunner, config: EngineConfig, beside_bytes: in
     """Size the pools; no KV cache is larger than all sequences at full length could use."""
     activation = None if all_pools_given(config) else measure_step(runner, config)
     beside_bytes += 0 if runner.adapters is None else runner.adapters.capacity_bytes
-    weights, needs = runner.load_report.parameter_bytes, _memory_needs(runner, config)
+    weights, needs = runner.weight_bytes, _memory_needs(runner, config)
     report = size_decoder(config, needs, runner.device, weights, activation, beside_bytes)
     log.info("memory", **report.describe(), device=runner.device.type)
     return report

@@ -7,15 +7,13 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from engine.models.base import LoadReport
-
 SEED: Final = 0
 _VECTOR_SPREAD: Final = 0.02
 
 
 @torch.no_grad()
-def draw_weights(module: nn.Module, device: torch.device, dtype: torch.dtype) -> LoadReport:
-    """Replace the module's parameters (on the meta device) by random values in `dtype` on `device`.
+def draw_weights(module: nn.Module, device: torch.device, dtype: torch.dtype) -> int:
+    """Replace the module's parameters (on the meta device) by random values in `dtype` on `device`; return their bytes.
 
     Matrices keep the size of what goes through them, norms begin at 1, so that nothing overflows in float16. Equal in
     all processes with the same kind of device and the same torch.
@@ -27,7 +25,7 @@ def draw_weights(module: nn.Module, device: torch.device, dtype: torch.dtype) ->
     }
     module.load_state_dict(state, assign=True)
     module.requires_grad_(False).eval()
-    return LoadReport(names=(), read_bytes=0, parameter_bytes=sum(tensor.nbytes for tensor in state.values()))
+    return sum(tensor.nbytes for tensor in state.values())
 
 
 def _draw(name: str, out: Tensor, generator: torch.Generator) -> Tensor:

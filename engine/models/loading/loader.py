@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from common.model_info import ModelInfo
 from common.process.start_phase import tell_phase
-from engine.models.base import CheckpointLayout, LoadReport, Sources, Zeros
+from engine.models.base import CheckpointLayout, Sources, Zeros
 from engine.models.checkpoint import Checkpoint
 from engine.models.checkpoint_index import CheckpointError
 from engine.models.layers import Linear
@@ -30,12 +30,13 @@ def load_weights(
     *,
     tied: bool = False,
     as_int8: bool = False,
-) -> LoadReport:
+) -> int:
     """Replace the module's parameters (on the meta device) by the checkpoint's, converted to `dtype` on `device`.
 
-    Reads only the tensors of this module. Of a `tied` embedding the checkpoint may hold the output head as well, or
-    the head alone. Weights of `Linear` layers stay as small as the checkpoint has them, or with `as_int8`
-    become 8-bit integers. Raises CheckpointError naming every tensor that is missing or that the module does not know.
+    Returns their bytes. Reads only the tensors of this module. Of a `tied` embedding the checkpoint may hold the output
+    head as well, or the head alone. Weights of `Linear` layers stay as small as the checkpoint has them, or with
+    `as_int8` become 8-bit integers. Raises CheckpointError naming every tensor that is missing or that the module does
+    not know.
     """
     shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
     with Checkpoint(info.folder) as checkpoint:
@@ -57,15 +58,9 @@ def load_weights(
                 continue
             state[name] = _load_parameter(checkpoint, names, parts, shapes[name], device, dtype)
         module.load_state_dict(state, assign=True)
-        read_bytes = checkpoint.read_bytes
     tell_phase("measuring memory, warming up")
     module.requires_grad_(False).eval()
-    wanted = {names[part] for parts in sources.values() for part in parts if isinstance(part, str) and part in names}
-    return LoadReport(
-        names=tuple(sorted(wanted)),
-        read_bytes=read_bytes,
-        parameter_bytes=sum(tensor.nbytes for tensor in state.values()) + small_bytes,
-    )
+    return sum(tensor.nbytes for tensor in state.values()) + small_bytes
 
 
 def has_own_head(info: ModelInfo, layout: CheckpointLayout) -> bool:

@@ -43,12 +43,12 @@ from engine.encoders.llava import LlavaEncoder
 from engine.models.base import EncoderModel
 from engine.models.checkpoint_index import CheckpointError
 from engine.models.llama import MULTIMODAL_LAYOUT, build
-from engine.models.registry import load_decoder, load_encoder
 from engine.processors import ProcessedInput
 from engine.processors.idefics3 import Idefics3Processor, PieceSettings, image_to_pieces, whole_pieces
 from engine.processors.llava import CropSettings, LlavaProcessor, image_to_square
 from tests.engine.models.dense import decoder_of, logits_of
 from tests.engine.models.encoders import assert_bfloat16_close, assert_outputs_equal, encoder_of, pictures
+from tests.engine.models.reads import reads_of_both
 from tests.equality.processors import expand, make_processor
 from tests.media_files import encoded, noise
 from tests.tiny.llava import make_idefics3, make_llava
@@ -283,10 +283,9 @@ def test_shards_are_shared_out_between_encoder_and_decoder(name: str, folder_of:
     AutoModelForImageTextToText.from_pretrained(folder_of(name)).save_pretrained(folder, max_shard_size="100KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
     assert_loads_equal(folder, folder_of(name))
-    info = load_model_info(str(folder))
-    encoder, decoder = load_encoder(info, CPU, torch.float32)[1], load_decoder(info, CPU, torch.float32)[1]
+    encoder, decoder = reads_of_both(folder)
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    assert sorted([*encoder.names, *decoder.names]) == sorted(index)
+    assert sorted([*encoder, *decoder]) == sorted(index)
 
 
 @pytest.mark.parametrize("where", ["config", "text_config"])

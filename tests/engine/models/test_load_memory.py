@@ -35,12 +35,11 @@ for part, folder, dtype in jobs:
     before_read, before_bytes = bytes_read(), status("VmRSS")
     open("/proc/self/clear_refs", "w").write("5")  # the peak counts from here
     load = {"decoder": load_decoder, "encoder": load_encoder}[part]
-    model, report = load(load_model_info(folder), torch.device("cpu"), getattr(torch, dtype))
+    model, num_bytes = load(load_model_info(folder), torch.device("cpu"), getattr(torch, dtype))
     print(json.dumps({
         "read": bytes_read() - before_read,
         "peak": status("VmHWM") - before_bytes,
-        "parameters": report.parameter_bytes,
-        "reported": report.read_bytes,
+        "parameters": num_bytes,
     }))
 """
 
@@ -101,5 +100,4 @@ def test_a_load_takes_its_own_weights_once(large_llama: Path, large_whisper: Pat
     for numbers, marker in ((encoder, "model.encoder."), (decoder, "model.decoder.")):
         own = part_bytes(large_whisper, marker)
         assert own > 4e6
-        assert numbers["reported"] == own
         assert own <= numbers["read"] < own + 1e6

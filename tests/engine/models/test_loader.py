@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 from common.errors import TriptychError
 from common.model_info import load_model_info
 from engine.encoders.text import T5Encoder
-from engine.models.base import LoadReport
 from engine.models.checkpoint_index import CheckpointError
 from engine.models.registry import load_decoder, load_encoder
 from tests.engine.models.dense import decoder_of, edit_json, logits_of
+from tests.engine.models.reads import noted_reads, reads_of_both
 from tests.engine.models.test_decoders import assert_equal_logits, transformers_logits
 from tests.tiny import encdec, florence2
 from tests.tiny_models import make_llama, make_whisper
@@ -39,11 +39,6 @@ def rewritten(source: Path, folder: Path, change: Callable[[Tensors], Tensors]) 
 
 def assert_loads_equal(ours: Path, original: Path) -> None:
     assert torch.equal(logits_of(decoder_of(ours), INPUT_IDS), logits_of(decoder_of(original), INPUT_IDS))
-
-
-def load_both(folder: Path) -> tuple[LoadReport, LoadReport]:
-    info = load_model_info(str(folder))
-    return load_encoder(info, CPU, torch.float32)[1], load_decoder(info, CPU, torch.float32)[1]
 
 
 def renamed(old: str, new: str, tensors: Tensors) -> Tensors:
@@ -72,12 +67,10 @@ def test_shards_are_read_as_one_file_is(llama: Path, tmp_path: Path) -> None:
 def test_encoder_and_decoder_share_out_the_checkpoint(family: str, request: pytest.FixtureRequest) -> None:
     folder: Path = request.getfixturevalue(family)
     tensors = load_file(folder / "model.safetensors")
-    encoder, decoder = load_both(folder)
-    assert set(encoder.names).isdisjoint(decoder.names)
-    assert set(encoder.names) | set(decoder.names) == set(tensors)
-    assert all("visual." in name or ".encoder." in name for name in encoder.names)
-    for report in (encoder, decoder):
-        assert report.read_bytes == sum(tensors[name].nbytes for name in report.names)
+    encoder, decoder = reads_of_both(folder)
+    assert encoder.keys().isdisjoint(decoder)
+    assert encoder | decoder == {name: tensor.nbytes for name, tensor in tensors.items()}
+    assert all("visual." in name or ".encoder." in name for name in encoder)
 
 
 def test_todays_names_of_qwen2_5_vl_load_as_the_older_ones(qwen2_5_vl: Path, tmp_path: Path) -> None:
@@ -92,14 +85,14 @@ def test_todays_names_of_qwen2_5_vl_load_as_the_older_ones(qwen2_5_vl: Path, tmp
 
     folder = rewritten(qwen2_5_vl, tmp_path / "renamed", rename)
     assert_loads_equal(folder, qwen2_5_vl)
-    assert load_both(folder)[0].read_bytes == load_both(qwen2_5_vl)[0].read_bytes
+    assert sum(reads_of_both(folder)[0].values()) == sum(reads_of_both(qwen2_5_vl)[0].values())
 
 
 def test_whisper_loads_without_the_outer_prefix(whisper: Path, tmp_path: Path) -> None:
     folder = rewritten(
         whisper, tmp_path / "bare", lambda tensors: {name.removeprefix("model."): t for name, t in tensors.items()}
     )
-    assert load_both(folder)[1].read_bytes == load_both(whisper)[1].read_bytes
+    assert sum(reads_of_both(folder)[1].values()) == sum(reads_of_both(whisper)[1].values())
 
 
 @pytest.mark.parametrize(
@@ -118,8 +111,9 @@ def test_a_head_beside_a_tied_embedding_is_read_only_where_it_differs(
             tmp_path / str(differs),
             lambda tensors, differs=differs: {**tensors, head: tensors[embedding] + 0.5 * differs},  # type: ignore[misc]
         )
-        report = load_decoder(load_model_info(str(folder)), CPU, torch.float32)[1]
-        assert (head in report.names) == differs
+        with noted_reads() as sizes:
+            decoder_of(folder)
+        assert (head in sizes) == differs
 
 
 def test_a_head_that_config_json_calls_tied_and_is_not_counts_as_in_transformers(llama: Path, tmp_path: Path) -> None:
@@ -171,8 +165,9 @@ def test_a_head_is_not_the_embedding_where_config_json_has_them_apart(llama: Pat
 
 
 def test_an_untied_head_is_read(qwen2: Path) -> None:
-    report = load_decoder(load_model_info(str(qwen2)), CPU, torch.float32)[1]
-    assert "lm_head.weight" in report.names
+    with noted_reads() as sizes:
+        decoder_of(qwen2)
+    assert "lm_head.weight" in sizes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)

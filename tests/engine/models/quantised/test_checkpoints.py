@@ -103,9 +103,9 @@ def test_layers_with_the_same_order_of_columns_are_a_single_product(llama: Path,
 
 def test_the_report_counts_small_weights(llama: Path, tmp_path: Path) -> None:
     quantise_folder(llama, tmp_path / "model", FORMATS["awq"][0], awq, ())
-    model, report = load_decoder(load_model_info(str(tmp_path / "model")), CPU, torch.bfloat16)
+    model, num_bytes = load_decoder(load_model_info(str(tmp_path / "model")), CPU, torch.bfloat16)
     held = sum(weight.nbytes for weight in weights_of(model) if isinstance(weight, SmallWeight))
-    assert report.parameter_bytes == held + sum(parameter.nbytes for parameter in model.parameters())
+    assert num_bytes == held + sum(parameter.nbytes for parameter in model.parameters())
 
 
 def test_scales_of_activations_and_caches_are_not_read(llama: Path, input_ids: torch.Tensor, tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def test_limits_are_measured_where_they_count() -> None:
 
 def test_a_step_reads_the_weights_and_the_keys_and_values_of_its_tokens(setup: Setup) -> None:
     engine = make_decoder(setup, qwen2_5_vl_3b, max_num_seqs=2, max_model_len=64)
-    assert weight_bytes(engine) == engine.runner.load_report.parameter_bytes, "the embedding is the head"
+    assert weight_bytes(engine) == engine.runner.weight_bytes, "the embedding is the head"
     assert token_bytes(engine) == 2 * 2 * 2 * 16 * 4  # keys and values, layers, heads, their size, bytes
     driver = Driver(engine)
     driver.add("one", list(range(5)), endless(3))
