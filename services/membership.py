@@ -92,7 +92,7 @@ class Membership:
             figures=self.figures(),
         )
         if draining:
-            self.drain.announced()
+            self.drain.announced = True
 
 
 def make_record(context: WorkerContext, role: RoleService, http_port: int, drain: DrainState) -> InstanceRecord:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 class IntegrityError(RuntimeError):
@@ -103,13 +103,12 @@ class SwappedRequest:
         return sorted({block for table in self.tables.values() for block in table})
 
 
+@dataclass(eq=False)
 class HostTables:
     """Assign host blocks to requests."""
 
-    def __init__(self, pool: BlockPool) -> None:
-        self.pool = pool
-        self.requests: dict[str, SwappedRequest] = {}
-        self._request_of: dict[int, str] = {}  # by sequence
+    pool: BlockPool
+    requests: dict[str, SwappedRequest] = field(default_factory=dict)
 
     def put(
         self, request_id: str, tables: Mapping[int, Sequence[int]], cross: Sequence[int], content: str
@@ -120,21 +119,19 @@ class HostTables:
         moved = {name: [host[block] for block in table] for name, table in tables.items()}
         share_again(self.pool, moved.values())
         self.requests[request_id] = SwappedRequest(moved, [host[block] for block in cross], content)
-        self._request_of |= dict.fromkeys(moved, request_id)
         return host
 
     def pop(self, request_id: str) -> SwappedRequest:
         """Remove a request and free its host blocks. Moves queued earlier still read their content."""
         swapped = self.requests.pop(request_id)
-        for name, table in swapped.tables.items():
-            del self._request_of[name]
+        for table in swapped.tables.values():
             self.pool.free(table)
         self.pool.free(swapped.cross)
         return swapped
 
     def free(self, sequence_id: int) -> None:
         """Free a sequence's table. A sequence without a table is ignored."""
-        request_id = self._request_of.pop(sequence_id, None)
+        request_id = next((name for name, one in self.requests.items() if sequence_id in one.tables), None)
         if request_id is not None:
             self.pool.free(self.requests[request_id].tables.pop(sequence_id))
             self._forget_if_empty(request_id)

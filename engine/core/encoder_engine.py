@@ -93,15 +93,14 @@ class EncoderEngine:
         outputs = OUTGOING_BYTES[self.device.type] + output_cache_bytes
         whole = max(0, memory_budget(config, self.device) - outputs)
         budget = int(memory_share * whole)
-        max_items, batch_bytes = self._fit(config, batch_bytes, budget, whole)
-        activation = None if self.profile is None else self.profile.bytes_of(max_items)
+        self._max_items, self._max_bytes = self._fit(config, batch_bytes, budget, whole)
+        activation = None if self.profile is None else self.profile.bytes_of(self._max_items)
         self.memory = MemoryReport.of_encoder(config, self._weight_bytes, activation, budget, output_cache_bytes)
         # On a CPU the largest image is guessed from smaller ones, where it would take long.
         step = self.memory.activation or 0
         self.taken_bytes = outputs + (step if self.device.type == "cuda" else min(step, budget))
         """Memory beside the weights while the engine runs: the largest batch, and outputs that have not left yet."""
-        self._log.info("memory", **self.memory.describe(), device=self.device.type, batch_items=max_items)
-        self._max_items, self._max_bytes = max_items, batch_bytes
+        self._log.info("memory", **self.memory.describe(), device=self.device.type, batch_items=self._max_items)
         self._waiting: dict[EncoderKey, ProcessedInput] = {}
         self._launched: LaunchedBatch | None = None
         self._last_end_s = 0.0

@@ -10,6 +10,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, cast
 
@@ -30,19 +31,22 @@ VARIABLE: Final = "TRIPTYCH_DEPARTURE_NOTE"
 log = get_logger()
 
 
+@dataclass(eq=False)
 class DrainState:
-    """Begins with `request`. `next_role` is the role after the drain; None ends the process."""
+    """Begins with `request`. `next_role` is the role after the drain; None ends the process.
 
-    def __init__(self, num_open: Callable[[], int], patience_s: float) -> None:
-        """`num_open` counts requests under way; each ends within `patience_s`."""
-        self._num_open = num_open
-        self._patience_s = patience_s
-        self._requested_s = float("inf")
-        self._announced_s: float | None = None
-        self.requested = False
-        self.over = asyncio.Event()
-        """Set once the worker may go."""
-        self.next_role: Role | None = None
+    `num_open` counts requests under way; each ends within `patience_s`.
+    """
+
+    num_open: Callable[[], int]
+    patience_s: float
+    requested: bool = False
+    announced: bool = False
+    """Whether the registry shows the drain."""
+    next_role: Role | None = None
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the worker may go."""
+    _requested_s: float = float("inf")
 
     def request(self, next_role: Role | None = None) -> None:
         """Begin the drain. Raises TriptychError after a request for another end."""
@@ -52,11 +56,6 @@ class DrainState:
         if not self.requested:
             self._requested_s = time.monotonic()
         self.requested, self.next_role = True, next_role
-
-    def announced(self) -> None:
-        """Note that the registry shows the drain."""
-        if self._announced_s is None:
-            self._announced_s = time.monotonic()
 
     async def complete(self) -> None:
         """Return ANSWER_S after the worker may go, as `wait` tells."""
@@ -69,7 +68,7 @@ class DrainState:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await self.over.wait()
-        return self._num_open()
+        return self.num_open()
 
     async def _until_quiet(self) -> None:
         """Return once the worker may go: requested, known to every proxy, and no request under way since.
@@ -80,10 +79,10 @@ class DrainState:
         while time.monotonic() - quiet_since_s < NOTICE_S:
             await asyncio.sleep(_POLL_S)
             waited_s = time.monotonic() - self._requested_s
-            if waited_s > self._patience_s:
+            if waited_s > self.patience_s:
                 return
-            is_known = self._announced_s is not None or waited_s > ANNOUNCE_S
-            if not is_known or self._num_open():
+            is_known = self.announced or waited_s > ANNOUNCE_S
+            if not is_known or self.num_open():
                 quiet_since_s = float("inf")
             elif quiet_since_s == float("inf"):
                 quiet_since_s = time.monotonic()

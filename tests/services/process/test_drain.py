@@ -48,7 +48,7 @@ async def test_what_is_under_way_is_finished_without_a_broker_too(monkeypatch: p
 async def test_requests_that_come_all_the_same_do_not_keep_it_longer_than_one_may_live() -> None:
     leaving = DrainState(lambda: 1, 0.3)
     leaving.request()
-    leaving.announced()
+    leaving.announced = True
     assert await _left(leaving, 10.0)
 
 
