@@ -56,14 +56,7 @@ class AudioProcessor(Processor, Protocol):
     max_seconds: float
 
 
-@dataclass(frozen=True)
-class _ProcessorState:
-    info: ModelInfo
-    dtype: str
-    processors: dict[str, Processor]
-
-
-_worker: _ProcessorState | None = None
+_worker: tuple[ModelInfo, str, dict[str, Processor]] | None = None
 
 
 def make_processor(info: ModelInfo, path: str = "") -> Processor:
@@ -93,7 +86,7 @@ def init_worker(model: str, dtype: str) -> None:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(ITEM_BYTES)}")
     info = load_model_info(model)
     made = [make_processor(info), *([make_processor(info, info.family.video)] if info.family.video else [])]
-    _worker = _ProcessorState(info, dtype, {processor.kind: processor for processor in made})
+    _worker = info, dtype, {processor.kind: processor for processor in made}
     if multiprocessing.parent_process() is not None and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)  # the pool is the parallelism; the engine beside it needs the cores
 
@@ -106,10 +99,9 @@ def process(kind: str, media: bytes) -> ProcessedInput:
     """
     if _worker is None:
         raise RuntimeError("process was called before init_worker")
-    processor = _worker.processors.get(kind)
-    if processor is None:
-        message = f"{_worker.info.name} takes {' and '.join(_worker.processors)}, not {kind}"
+    info, dtype, processors = _worker
+    if kind not in processors:
+        message = f"{info.name} takes {' and '.join(processors)}, not {kind}"
         raise TriptychError("invalid_request", message, "messages")
-    arrays, layout, shape = processor(media)
-    size_bytes = math.prod(shape) * ITEM_BYTES[_worker.dtype]
-    return ProcessedInput(arrays, layout, shape, _worker.dtype, size_bytes)
+    arrays, layout, shape = processors[kind](media)
+    return ProcessedInput(arrays, layout, shape, dtype, math.prod(shape) * ITEM_BYTES[dtype])
