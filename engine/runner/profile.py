@@ -15,7 +15,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, Final, cast
+from types import SimpleNamespace
+from typing import Final, cast
 
 import msgspec
 import torch
@@ -176,13 +177,25 @@ class _StepProfile:
         step = ScheduledStep([request.sequences[0] for request in requests], counts, requests)
         for sequence, count in zip(step.sequences, counts, strict=True):
             sequence.num_computed_tokens = length - count
-        tables = _OneBlock(self._encoder_tokens, runner.block_size, length)
-        output = _OneOutput(self._encoder_tokens, runner)
+        stand_ins = self._stand_ins(length)
         with PeakMemory(runner.device) as peak, one_layer_of_each_stack(runner.model, self._deadline_s):
             runner.buffers.acquire_slots(step.sequences)
-            runner.run(step, cast(BlockManager, tables), cast(EncoderCacheManager, output))
+            runner.run(step, *stand_ins)
         runner.buffers.release_slots(step.sequences)
         return peak.size_bytes
+
+    def _stand_ins(self, length: int) -> tuple[BlockManager, EncoderCacheManager]:
+        """Return a block manager whose tables are made of block 1, again and again, and a cache of zeros."""
+        runner, num_rows = self._runner, self._encoder_tokens
+        cross = [1] * -(-num_rows // runner.block_size)
+        output = zeros((num_rows, runner.spec.encoder_width), runner.dtype, runner.device)
+        blocks = SimpleNamespace(
+            tables=defaultdict[int, list[int]](lambda: [1] * -(-length // runner.block_size)),
+            get_cross_block_table=lambda _: cross,
+            needs_writing=lambda _: bool(cross),
+            mark_written=lambda _: None,
+        )
+        return cast(BlockManager, blocks), cast(EncoderCacheManager, SimpleNamespace(get=lambda _: output))
 
     @property
     def _encoder_tokens(self) -> int:
@@ -209,33 +222,6 @@ class _StepProfile:
             item.offer = Offer("profile", 0, 0, "profile", item.slot.kind, shape, "", 0, layout, "", 0.0)
             item.state = InputState.READY
         return request
-
-
-class _OneBlock:
-    """In the place of a block manager: every table is made of block 1, again and again."""
-
-    def __init__(self, encoder_tokens: int, block_size: int, length: int) -> None:
-        self.tables = defaultdict[int, list[int]](lambda: [1] * -(-length // block_size))
-        self._cross_table = [1] * -(-encoder_tokens // block_size)
-
-    def get_cross_block_table(self, _: str) -> list[int]:
-        return self._cross_table
-
-    def needs_writing(self, _: str) -> bool:
-        return bool(self._cross_table)
-
-    def mark_written(self, _: str) -> None:
-        pass
-
-
-class _OneOutput:
-    """In the place of an encoder cache: every input is zeros."""
-
-    def __init__(self, encoder_tokens: int, runner: Any) -> None:
-        self._tensor = zeros((encoder_tokens, runner.spec.encoder_width), runner.dtype, runner.device)
-
-    def get(self, _: str) -> torch.Tensor:
-        return self._tensor
 
 
 def _measure_rows(measure: Callable[[int], int | None], num_rows: int, affordable: int) -> int | None:
