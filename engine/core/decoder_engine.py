@@ -234,8 +234,7 @@ class DecoderEngine:
 
     def next_deadline_s(self) -> float | None:
         """Return the time of the next due `step` (by `time.monotonic`); None without a deadline."""
-        deadlines_s = self.input_receiver.next_deadline_s(), self.kv_receiver.next_deadline_s()
-        return min((deadline_s for deadline_s in deadlines_s if deadline_s is not None), default=None)
+        return min(self.input_receiver.deadlines_s() + self.kv_receiver.deadlines_s(), default=None)
 
     def answer(self) -> list[Event]:
         """Return events known without a forward pass: grants, receipts, ends of leases. Encoders wait for these."""

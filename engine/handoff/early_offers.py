@@ -73,9 +73,9 @@ class EarlyOffers(Generic[M]):
         own = [(key, offer) for key, (offer, _) in self._offers.items() if key[0] == request_id]
         return [self._cancel(key) for key, offer in own if offer.request_attempt <= last]
 
-    def next_deadline_s(self) -> float | None:
-        """Return the time of the next `expire`."""
-        return min((kept_until_s for _, kept_until_s in self._offers.values()), default=None)
+    def deadlines_s(self) -> list[float]:
+        """Return the times at which `expire` has something to cancel."""
+        return [kept_until_s for _, kept_until_s in self._offers.values()]
 
     def expire(self, now_s: float) -> list[Grant]:
         """Cancel offers whose request did not come in time."""

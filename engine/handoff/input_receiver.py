@@ -329,11 +329,9 @@ class InputReceiver:
 
     # --- deadlines
 
-    def next_deadline_s(self) -> float | None:
-        times = [item.deadline_s for item in self.granted.values()]
-        times += [item.deadline_s for _, item in self.pending]
-        early_s = self.early.next_deadline_s()
-        return min(times if early_s is None else [*times, early_s], default=None)
+    def deadlines_s(self) -> list[float]:
+        items = (*self.granted.values(), *(item for _, item in self.pending))
+        return [item.deadline_s for item in items] + self.early.deadlines_s()
 
     def expire(self, now_s: float) -> None:
         """End leases and offers past their deadline; ask the owner of the media again."""

@@ -262,10 +262,8 @@ class KvReceiver:
 
     # --- deadlines
 
-    def next_deadline_s(self) -> float | None:
-        early_s = self.early.next_deadline_s()
-        deadlines_s = [one.deadline_s for one in (*self.pending, *self.reserved)]
-        return min(deadlines_s if early_s is None else [*deadlines_s, early_s], default=None)
+    def deadlines_s(self) -> list[float]:
+        return [one.deadline_s for one in (*self.pending, *self.reserved)] + self.early.deadlines_s()
 
     def expire(self, now_s: float) -> None:
         """End leases and offers past their deadline: the prompt has to be computed again."""

@@ -50,21 +50,18 @@ class MemoryGate:
             if turn.cancelled():
                 self._waiting.remove(turn)
             else:  # admitted just before
-                self.release(None)
+                self.weigh(0)
             raise
 
     def weigh(self, num_bytes: int) -> None:
-        """Note the size of an admitted item."""
+        """Note the size of an admitted item; 0 for one that has come to nothing."""
         self._num_unweighed -= 1
         self.held_bytes += num_bytes
         self._admit()
 
-    def release(self, num_bytes: int | None) -> None:
-        """Free the memory of an admitted item: the bytes passed to `weigh`, or None for an unweighed item."""
-        if num_bytes is None:
-            self._num_unweighed -= 1
-        else:
-            self.held_bytes -= num_bytes
+    def release(self, num_bytes: int) -> None:
+        """Free the memory of an admitted item: the bytes passed to `weigh`."""
+        self.held_bytes -= num_bytes
         self._admit()
 
     def _admit(self) -> None:
@@ -99,7 +96,7 @@ class PreprocessPool(ChildPool):
         try:
             item = await self.run(f"this {kind} of {len(media)} bytes", process, kind, media)
         except BaseException:
-            self.gate.release(None)
+            self.gate.weigh(0)
             raise
         self.gate.weigh(item.array_bytes)
         return item

@@ -28,7 +28,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_an_offer_that_is_not_repeated_is_given_up_long_before_its_deadline(now: list[float]) -> None:
     early = EarlyOffers[Offer](LEASE_S)
     assert early.keep(offer("a", 0, 3)) == []
-    assert early.next_deadline_s() == now[0] + LEASE_S
+    assert early.deadlines_s() == [now[0] + LEASE_S]
     assert early.expire(now[0] + LEASE_S - 1) == []
     assert early.expire(now[0] + LEASE_S) == [Grant("a", 0, 3, "cancelled")]
     assert len(early) == 0

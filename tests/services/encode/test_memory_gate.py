@@ -44,7 +44,7 @@ async def test_an_item_that_is_larger_than_the_limit_is_admitted_alone() -> None
     assert not other.done()
     gate.release(1000)
     await other
-    gate.release(None)
+    gate.weigh(0)
     assert gate.held_bytes == 0
 
 
@@ -54,11 +54,11 @@ async def test_a_cancelled_wait_takes_no_memory_even_if_its_turn_had_just_come()
     waiting, called, last = (asyncio.create_task(gate.acquire()) for _ in range(3))
     await settled()
     waiting.cancel()
-    gate.release(None)  # the first in the queue is cancelled already: the second is called
+    gate.weigh(0)  # the first in the queue is cancelled already: the second is called
     called.cancel()  # before it has noticed
     await settled()
     assert waiting.cancelled()
     assert called.cancelled()
     await last
-    gate.release(None)
+    gate.weigh(0)
     assert (gate.num_waiting, gate.held_bytes) == (0, 0)
