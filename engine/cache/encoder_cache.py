@@ -35,8 +35,7 @@ class EncoderCacheManager:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.peak_bytes = 0
-        self.evictions = 0
-        self.hits = 0
+        self.counters = {"encoder_cache_evictions": 0, "encoder_cache_hits": 0}
         self._entries: dict[str, _CacheEntry] = {}
         self._unreferenced: OrderedDict[str, None] = OrderedDict()  # content hashes, least recently used first
         self._unreferenced_bytes = 0
@@ -69,7 +68,7 @@ class EncoderCacheManager:
             oldest, _ = self._unreferenced.popitem(last=False)
             self._unreferenced_bytes -= self._entries[oldest].size_bytes
             self._remove(oldest)
-            self.evictions += 1
+            self.counters["encoder_cache_evictions"] += 1
         if self.free_bytes < size_bytes:
             raise ValueError(f"{size_bytes} bytes asked for, {self.free_bytes} free of {self.capacity_bytes}")
         self._entries[content_hash] = _CacheEntry(size_bytes, references={reference})
@@ -90,7 +89,7 @@ class EncoderCacheManager:
             del self._unreferenced[content_hash]
             self._unreferenced_bytes -= entry.size_bytes
         entry.references.add(reference)
-        self.hits += 1
+        self.counters["encoder_cache_hits"] += 1
 
     def get(self, content_hash: str) -> torch.Tensor:
         """Return the encoder output, [num_encoder_tokens, hidden_size]. Raises KeyError if the content is not stored

@@ -313,14 +313,12 @@ class DecoderEngine:
         """Return values that only grow: the counters of the parts, and more."""
         runner, early = self.runner, (self.input_receiver.early, self.kv_receiver.early)
         senders = self.input_receiver, self.kv_receiver, self.kv_exporter
-        parts = (self, self.loop, self.output, *senders, self.scheduler, self.blocks)
+        parts = (self, self.loop, self.output, *senders, self.scheduler, self.blocks, self.cache)
         counts = {name: value for part in parts for name, value in part.counters.items()}
         counts |= {} if runner.adapters is None else runner.adapters.counters
         return counts | {
             "steps_replayed": 0 if runner.graphs is None else runner.graphs.num_replays,
             "cross_plans_reused": cross_plans_reused.value,
-            "encoder_cache_evictions": self.cache.evictions,
-            "encoder_cache_hits": self.cache.hits,
             "early_offers_expired": sum(offers.num_expired for offers in early),
             "early_offers_evicted": sum(offers.num_evicted for offers in early),
         }

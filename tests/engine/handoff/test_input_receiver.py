@@ -286,7 +286,7 @@ def test_an_entry_that_is_given_up_for_another_is_counted_and_one_that_is_found_
             desk.intake.deliver(name, 0, 0, tensor(3))
         desk.events()
         desk.consume(request)
-    assert (desk.cache.evictions, desk.cache.hits) == (1, 1)
+    assert desk.cache.counters == {"encoder_cache_evictions": 1, "encoder_cache_hits": 1}
 
 
 def test_who_repeats_an_offer_whose_lease_ran_out_is_told_again() -> None:
