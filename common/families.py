@@ -61,6 +61,7 @@ class Family:
 
 
 _SEES: Final = partial(Family, media_kind="image")
+_HEARS: Final = partial(Family, media_kind="audio")
 _QWEN_VL: Final = partial(
     _SEES,
     processor="engine.processors.qwen_vl:QwenVLProcessor",
@@ -130,20 +131,18 @@ FAMILIES: Final[tuple[Family, ...]] = (
         decoder="engine.models.qwen3_vl:Qwen3VLDecoder",
         encoder="engine.encoders.qwen_vl:Qwen3VLEncoder",
     ),
-    Family(
+    _HEARS(
         "qwen2_audio",
         ("Qwen2AudioForConditionalGeneration",),
         encoder="engine.encoders.qwen2_audio:Qwen2AudioEncoder",
         processor="engine.processors.qwen2_audio:Qwen2AudioProcessor",
-        media_kind="audio",
         placeholder="audio_token_index",
     ),
-    Family(
+    _HEARS(
         "qwen3_asr",
         ("Qwen3ASRForConditionalGeneration",),
         encoder="engine.encoders.qwen3_asr:Qwen3ASREncoder",
         processor="engine.processors.qwen3_asr:Qwen3ASRProcessor",
-        media_kind="audio",
         placeholder="audio_token_id",
     ),
     _SEES(
@@ -156,13 +155,12 @@ FAMILIES: Final[tuple[Family, ...]] = (
         encoder_tiles=True,
         placeholder="image_token_index",
     ),
-    Family(
+    _HEARS(
         "whisper",
         ("WhisperForConditionalGeneration",),
         decoder="engine.models.whisper:WhisperDecoder",
         encoder="engine.encoders.whisper:WhisperEncoder",
         processor="engine.processors.whisper:WhisperProcessor",
-        media_kind="audio",
         is_encoder_decoder=True,
         cross_attention=True,
         decoder_length="max_target_positions",
