@@ -14,7 +14,7 @@ from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
 from engine.sampling.sampler import Sampler
 from engine.scheduler.capacity import too_long
-from engine.state.request import Request
+from engine.state.request import Request, RequestInput
 from engine.state.spec import DecoderSpec
 
 
@@ -106,12 +106,12 @@ class RequestFactory:
         if resumed:
             self._check_resumed(resumed, sampling, len(prompt))
         self.sampler.check(sampling)
-        return Request.create(
+        return Request(
             message.request_id,
             prompt,
-            inputs,
-            sampling=sampling,
-            arrival=arrival,
+            [RequestInput(slot) for slot in inputs],
+            sampling,
+            arrival,
             priority=message.priority,
             seed=sampling.seed if sampling.seed is not None else random.getrandbits(62),
             is_encoder_decoder=self.info.is_encoder_decoder,

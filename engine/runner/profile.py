@@ -34,7 +34,7 @@ from engine.runner.decoder import DecoderRunner
 from engine.runner.graphs import StepGraphs, UnrecordableError
 from engine.sampling.sampler import Sampler
 from engine.state.inputs import ScheduledStep
-from engine.state.request import InputState, Request, Sequence
+from engine.state.request import InputState, Request, RequestInput, Sequence
 
 log = get_logger()
 
@@ -206,22 +206,19 @@ class _StepProfile:
         """Make a prompt of the given length, with the longest input if every request has an input."""
         runner, num_rows = self._runner, self._encoder_tokens
         info = runner.info
-        slots = [InputSlot(0, info.media_kind or "text", "profile", None)] if num_rows else []
-        request = Request.create(
+        kind, shape = info.media_kind or "text", [num_rows, runner.spec.encoder_width]
+        offer = Offer("profile", 0, 0, "profile", kind, shape, "", 0, InputLayout(num_rows, []), "", 0.0)
+        item = RequestInput(InputSlot(0, kind, "profile", None), InputState.READY, offer)
+        return Request(
             "profile",
             [0] * length,
-            slots,
+            [item] if num_rows else [],
             sampling=msgspec.structs.replace(_FILTERS, adapter=self.adapter, prompt_logprobs=1),  # all rows are read
             arrival=0,
             is_encoder_decoder=info.is_encoder_decoder,
             cross_attention=info.has_cross_attention,
             uses_mrope=runner.spec.mrope_section is not None,
         )
-        for item in request.inputs:
-            shape, layout = [num_rows, runner.spec.encoder_width], InputLayout(num_rows, [])
-            item.offer = Offer("profile", 0, 0, "profile", item.slot.kind, shape, "", 0, layout, "", 0.0)
-            item.state = InputState.READY
-        return request
 
 
 def _measure_rows(measure: Callable[[int], int | None], num_rows: int, affordable: int) -> int | None:

@@ -187,10 +187,6 @@ class Request:
         self._next_input = 0
         self.expand_prompt()
 
-    @classmethod
-    def create(cls, request_id: str, prompt: ListOf[int], slots: ListOf[InputSlot], **rest: object) -> Request:
-        return cls(request_id, list(prompt), [RequestInput(slot) for slot in slots], **rest)  # type: ignore[arg-type]
-
     def go_first(self) -> None:
         """Put this request before all requests without this call, whatever their priority."""
         self.priority -= _FIRST

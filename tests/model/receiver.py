@@ -119,8 +119,9 @@ class Receiver:
         prompt = [1] if cross else [1, *(PAD for _ in contents), 2]
         slots = [InputSlot(i, "image", content, None if cross else i + 1) for i, content in enumerate(contents)]
         arrival = list(self.plan.requests).index(name)
-        request = Request.create(
-            name, prompt, slots, sampling=SAMPLING, arrival=arrival, cross_attention=cross, is_encoder_decoder=cross
+        inputs = [RequestInput(slot) for slot in slots]
+        request = Request(
+            name, prompt, inputs, sampling=SAMPLING, arrival=arrival, cross_attention=cross, is_encoder_decoder=cross
         )
         self.requests[name] = request
         self.intake.add_request(request)

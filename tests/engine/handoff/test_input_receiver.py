@@ -18,7 +18,7 @@ from engine.scheduler.decoder import DecoderScheduler
 from engine.state.engine_state import EngineState
 from engine.state.events import Event
 from engine.state.inputs import InputBuffers
-from engine.state.request import InputState, Request
+from engine.state.request import InputState, Request, RequestInput
 
 HIDDEN = 4
 PAD = 9
@@ -50,7 +50,8 @@ class IntakeHarness:
         prompt = [1, *[PAD for _ in hashes], 2]
         slots = [InputSlot(number, "image", content, number + 1) for number, content in enumerate(hashes)]
         arrival = len(self.requests)
-        request = Request.create(name, prompt, slots, sampling=SamplingParams(), arrival=arrival, attempt=attempt)
+        inputs = [RequestInput(slot) for slot in slots]
+        request = Request(name, prompt, inputs, sampling=SamplingParams(), arrival=arrival, attempt=attempt)
         self.requests[name] = request
         self.intake.add_request(request)
         return request

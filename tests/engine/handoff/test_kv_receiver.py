@@ -30,7 +30,7 @@ from engine.scheduler.capacity import CacheLookup
 from engine.scheduler.decoder import DecoderScheduler
 from engine.state.engine_state import EngineState
 from engine.state.inputs import InputBuffers
-from engine.state.request import Request
+from engine.state.request import Request, RequestInput
 from engine.state.spec import Table
 
 BLOCK_SIZE = 4
@@ -90,12 +90,12 @@ class ReceiverMachine(RuleBasedStateMachine):
         content, rows = clip
         # Half of them begin alike: what one of them leaves in the prefix cache, the next one finds.
         first = 1 if prefix else 2 + zlib.crc32(name.encode()) % 90
-        slots = [InputSlot(0, "audio", content)] if rows else []
+        inputs = [RequestInput(InputSlot(0, "audio", content))] if rows else []
         self.num_arrived += 1
-        request = Request.create(
+        request = Request(
             name,
             [first] * length,
-            slots,
+            inputs,
             sampling=SamplingParams(),
             arrival=self.num_arrived,
             is_encoder_decoder=True,

@@ -18,7 +18,7 @@ EOS = 2
 
 def make_sequence(prompt: ListOf[int] = (1,), output: ListOf[int] = (), seed: int = 0, **sampling: Any) -> Sequence:
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": 1000, **sampling})
-    [sequence] = Request.create("r", prompt, [], sampling=params.validate(), arrival=0, seed=seed).sequences
+    [sequence] = Request("r", list(prompt), [], sampling=params.validate(), arrival=0, seed=seed).sequences
     sequence.token_ids += output
     return sequence
 

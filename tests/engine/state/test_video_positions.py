@@ -10,7 +10,7 @@ import pytest
 from common.messages import InputLayout, InputSlot, Offer
 from common.sampling_params import SamplingParams
 from engine.handoff.offer_check import OfferCheck
-from engine.state.request import Request
+from engine.state.request import Request, RequestInput
 
 PAD, VIDEO, WIDTH = 9, 8, 4
 
@@ -25,7 +25,8 @@ def positions_of(prompt: list[int], layouts: list[InputLayout]) -> tuple[list[li
     """The positions of the expanded prompt, and the one of the first generated token."""
     places = [index for index, token in enumerate(prompt) if token == VIDEO]
     slots = [InputSlot(number, "video", f"{number}", place) for number, place in enumerate(places)]
-    request = Request.create("r", prompt, slots, sampling=SamplingParams(), arrival=0, uses_mrope=True)
+    inputs = [RequestInput(slot) for slot in slots]
+    request = Request("r", prompt, inputs, sampling=SamplingParams(), arrival=0, uses_mrope=True)
     for item, layout in zip(request.inputs, layouts, strict=True):
         item.offer = offer_of(layout)
     request.expand_prompt()
