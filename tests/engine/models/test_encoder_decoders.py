@@ -21,12 +21,12 @@ from common.model_info import load_model_info
 from common.text.prompts import encode_tokens
 from engine import processors
 from engine.encoders.text import batches_by_length
-from engine.models.registry import load_decoder, load_encoder
+from engine.models.registry import load_encoder
 from engine.models.t5 import bucket_of_distance
 from engine.processors import ProcessedInput
 from tests.engine.models.dense import decoder_of, logits_of
 from tests.engine.models.encoders import assert_outputs_equal
-from tests.engine.models.reads import noted_reads
+from tests.engine.models.reads import noted_reads, reads_of_both
 from tests.engine.models.test_decoders import assert_equal_logits
 from tests.equality.cases import ENCODER_DECODER_FAMILIES
 from tests.equality.conftest import MAKERS
@@ -139,11 +139,10 @@ def test_texts_of_similar_length_share_a_batch() -> None:
 
 
 def test_encoder_and_decoder_share_nothing_but_the_embedding(folder: Path) -> None:
-    info = load_model_info(str(folder))
-    encoder, decoder = (load(info, CPU, torch.float32)[1] for load in (load_encoder, load_decoder))
-    [shared] = set(encoder.names) & set(decoder.names)
+    encoder, decoder = reads_of_both(folder)
+    [shared] = encoder.keys() & decoder.keys()
     assert shared.endswith("shared.weight")
-    assert set(encoder.names) | set(decoder.names) == set(load_file(folder / "model.safetensors"))
+    assert encoder.keys() | decoder.keys() == set(load_file(folder / "model.safetensors"))
 
 
 def test_every_name_that_the_embedding_had_is_understood(folder: Path, tmp_path: Path) -> None:
@@ -179,10 +178,8 @@ def test_the_bare_model_of_facebooks_bart_base_is_one_that_generates(tmp_path: P
     config = json.loads((bare / "config.json").read_text())
     (bare / "config.json").write_text(json.dumps({**config, "architectures": ["BartModel"]}))
     assert load_model_info(str(bare)).family.name == "bart"
-    encoder, decoder = (
-        load(load_model_info(str(bare)), CPU, torch.float32)[1] for load in (load_encoder, load_decoder)
-    )
-    assert set(encoder.names) | set(decoder.names) == set(load_file(bare / "model.safetensors"))
+    encoder, decoder = reads_of_both(bare)
+    assert encoder.keys() | decoder.keys() == set(load_file(bare / "model.safetensors"))
     assert_equals_transformers(bare)
 
 

@@ -18,10 +18,10 @@ from common.text.processor import TextProcessor
 from common.text.prompts import join_media, split_media
 from common.text.tasks import TASKS
 from engine import processors
-from engine.models.registry import load_decoder, load_encoder
 from engine.processors import ProcessedInput
 from tests.engine.models.dense import decoder_of, edit_json, logits_of
 from tests.engine.models.encoders import assert_outputs_equal, encoder_of
+from tests.engine.models.reads import reads_of_both
 from tests.engine.models.test_decoders import assert_equal_logits
 from tests.equality.processors import make_processor
 from tests.media_files import encoded, noise
@@ -96,9 +96,8 @@ def test_decoders_equal_transformers(tmp_path: Path, overrides: dict[str, Any]) 
 
 
 def test_encoder_and_decoder_read_the_whole_checkpoint(folder: Path) -> None:
-    info, cpu = load_model_info(str(folder)), torch.device("cpu")
-    encoder, decoder = (load(info, cpu, torch.float32)[1] for load in (load_encoder, load_decoder))
-    [shared] = set(encoder.names) & set(decoder.names)
+    encoder, decoder = reads_of_both(folder)
+    [shared] = encoder.keys() & decoder.keys()
     assert shared == "model.language_model.shared.weight"
 
 
