@@ -39,9 +39,10 @@ SLOW_S = 60.0
 """After so long without an answer all that everybody can tell is printed, while it can still be seen."""
 RETURN_S = 100.0
 """How long a killed process may take to be ready again: cores may be busy with something else, too."""
-SETTLE_S = 2.0
-"""How soon after the last answer nothing may be held."""
-ORPHANS_S = 5.0
+SETTLE_S = 4.0
+"""How soon after the last answer nothing may be held: what a lost connection tells is known within a second, on cores
+that are busy with something else in two or three; silence alone says it after ten."""
+ORPHANS_S = 15.0
 """How soon after a worker was killed, and started again, none of its processes and shared memory may be left: those
 are asked to end first, and a supervisor's cores may be busy."""
 PAUSE_S = 0.3
