@@ -57,14 +57,17 @@ def positions_of(step: ScheduledStep, inputs: StepInputs, *, uses_mrope: bool) -
     token."""
     if not uses_mrope:
         return inputs.positions
-    for sequence, start, count in zip(step.sequences, inputs.query_start_loc.tolist(), step.num_tokens, strict=False):
-        request, first = sequence.request, sequence.num_computed_tokens
-        axes = inputs.axes[:, start : start + count]
-        np.add(inputs.positions[start : start + count], request.mrope_end - len(request.prompt), out=axes[0])
-        axes[1:] = axes[0]
-        known = request.mrope_positions[:, first : first + count]
-        axes[:, : known.shape[1]] = known
-    return inputs.axes
+    axes, starts = inputs.axes, inputs.query_start_loc.tolist()
+    for sequence, start, count in zip(step.sequences, starts, step.num_tokens, strict=False):
+        axes[0, start : start + count] = sequence.request.mrope_end - len(sequence.request.prompt)
+    np.add(axes[0], inputs.positions, out=axes[0])
+    axes[1:] = axes[0]
+    for sequence, start, count in zip(step.sequences, starts, step.num_tokens, strict=False):
+        first, grid = sequence.num_computed_tokens, sequence.request.mrope_positions
+        if first < grid.shape[1]:
+            known = grid[:, first : first + count]
+            axes[:, start : start + known.shape[1]] = known
+    return axes
 
 
 def self_metadata(

@@ -1,9 +1,9 @@
 """The decoder's scheduler: chooses the tokens of the next step.
 
 Requests that want their next token first, then prompts: those of running requests, then of waiting ones, by priority
-and arrival, under one token budget and within the pace (see pace). Beside prompts of text, prompts with inputs get what
-those leave, and a quarter at least: an image's encoder takes longer than a prompt, so its client waits little longer,
-and text need not wait for images. A sequence wants the tokens between
+and arrival, under one token budget and within the pace (see pace). Beside prompts of text, those that have waited for
+an encoder share what text leaves of the pace, and a quarter at least: encoding takes longer than a prompt, so their
+clients wait little longer, and text need not wait for images. A sequence wants the tokens between
 `num_computed_tokens` and what can be computed now, in chunks (Sarathi-Serve, Agrawal et al., 2024). A prompt stops at
 its first missing input and goes on when that has come.
 When blocks run out, the request that comes last gives up its own: they move to the host (swap), or are computed
@@ -13,7 +13,7 @@ again later (recompute).
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from typing import Final
 
 from common.config import PreemptionPolicy
@@ -23,8 +23,8 @@ from engine.scheduler.pace import PrefillPace
 from engine.state.inputs import InputBuffers, ScheduledStep
 from engine.state.request import InputState, Request, Sequence
 
-INPUTS_SHARE: Final = 0.25
-"""Part of the pace that a prompt with inputs gets in a step, beside however many prompts of text."""
+ENCODED_SHARE: Final = 0.25
+"""Part of the pace for prompts that have waited for an encoder, beside however many prompts of text."""
 
 
 class Chosen:
@@ -32,17 +32,19 @@ class Chosen:
 
     def __init__(self) -> None:
         self.pairs: dict[str, list[tuple[Sequence, int]]] = {}
-        self.num_tokens = self.num_decodes = 0
+        self.num_tokens = self.num_decodes = self.num_yielding = 0
 
     def add(self, request: Request, sequence: Sequence, count: int) -> None:
         self.pairs.setdefault(request.request_id, []).append((sequence, count))
         self.num_tokens += count
         self.num_decodes += count == 1
+        self.num_yielding += count if request.yields_to_text else 0
 
     def remove(self, request: Request) -> None:
         for _, count in self.pairs.pop(request.request_id, ()):
             self.num_tokens -= count
             self.num_decodes -= count == 1
+            self.num_yielding -= count if request.yields_to_text else 0
 
 
 class DecoderScheduler:
@@ -85,7 +87,7 @@ class DecoderScheduler:
         self.held_back = False
         self._first: Request | None = None  # for whom others have just given their blocks
         self._changed: list[Request] = []
-        self._ready: list[tuple[Request, int]] | None = None  # prompt tokens that could be computed in this step
+        self._ready: tuple[int, Counter[int]] | None = None  # prompt tokens of this step: all, and text by priority
         holders = self.running, self.reserved
         self.capacity = Capacity(blocks, cache_lookup, *holders, max_num_seqs, max_model_len, max_loras)
         self.counters = {"preemptions": 0, "preemptions_by_swap": 0, "inputs_covered": 0}
@@ -166,22 +168,27 @@ class DecoderScheduler:
         if self.pace is None or not num_decodes or request.prefill_only or not request.is_prefilling:
             return left
         if self._ready is None:
-            self._ready = self._find_ready()
-        num_ready = sum(count for _, count in self._ready)
+            self._ready = self._count_ready_tokens()
+        num_ready, text = self._ready
         limit = self.pace.limit(num_decodes, request.sequences[0].num_computed_tokens, num_ready)
         if limit is None:
             return left
         left = min(left, limit - (chosen.num_tokens - num_decodes))
-        if not request.inputs:
+        if not request.yields_to_text:
             return left
-        text = sum(count for one, count in self._ready if not one.inputs and one.priority <= request.priority)
-        return min(left, max(limit - text, int(INPUTS_SHARE * limit)))
+        before = sum(count for priority, count in text.items() if priority <= request.priority)
+        return min(left, max(limit - before, int(ENCODED_SHARE * limit)) - chosen.num_yielding)
 
-    def _find_ready(self) -> list[tuple[Request, int]]:
-        """Return requests, running and first waiting ones, with the prompt tokens that could be computed now."""
+    def _count_ready_tokens(self) -> tuple[int, Counter[int]]:
+        """Return the prompt tokens that could be computed now, of running and first waiting requests, and those of text
+        by priority, without waiting requests that find no place."""
         begun = [(one, one.num_remaining(one.sequences[0])) for one in self.running if one.is_prefilling]
-        waiting = itertools.islice(self.waiting, 32)
-        return begun + [(one, self._first_chunk(one, len(one.sequences[0].token_ids))) for one in waiting]
+        first = itertools.islice(self.waiting, 32)
+        waiting = [(one, self._first_chunk(one, len(one.sequences[0].token_ids))) for one in first]
+        text = Counter[int]()
+        for one, count in (*begun, *itertools.takewhile(lambda pair: self.capacity.has_place(*pair), waiting)):
+            text[one.priority] += 0 if one.yields_to_text else count
+        return sum(count for _, count in begun + waiting), text
 
     # --- running requests
 
@@ -260,16 +267,21 @@ class DecoderScheduler:
         """Start waiting requests. A request with complete inputs goes before requests with missing inputs."""
         admitted = []
         line, first = list(self.waiting), self._first
-        self._first = None
+        self._first, only_text = None, False
         for request in sorted(line, key=lambda one: one is not first) if first is not None else line:
             if self.held_back or self._is_behind_the_line(request):
                 break
+            if only_text and request.yields_to_text:
+                continue
             wanted = self._first_chunk(request, self.token_budget)
             if wanted <= 0:
                 continue  # waits for an input; others may go ahead
             budget = self._budget(request, chosen)
-            if budget <= 0:
+            if budget <= 0 and not request.yields_to_text:
                 break
+            if budget <= 0:
+                only_text = True
+                continue
             wanted = min(wanted, budget)
             if not self._find_place(request, wanted, chosen):
                 if self.capacity.holds_the_line(request):

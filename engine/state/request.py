@@ -197,6 +197,11 @@ class Request:
         return [sequence.sequence_id for sequence in self.sequences]
 
     @property
+    def yields_to_text(self) -> bool:
+        """Whether prompts of text are computed before this one: it has waited for an encoder, and has no output yet."""
+        return bool(self.inputs) and not self.has_output and not self.resumed
+
+    @property
     def num_slots(self) -> int:
         """Number of sequences, now or after the prompt is computed."""
         return len(self.sequences) if self.forked else self.sampling.num_sequences

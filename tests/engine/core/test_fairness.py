@@ -267,32 +267,64 @@ def test_sequences_count_against_the_limit_before_they_exist(tiny_llama: ModelIn
 
 
 @pytest.mark.parametrize(
-    ("text_length", "priority", "expected"),
-    [(40, 0, (4, 12)), (10, 0, (6, 10)), (40, 1, (16, 0)), (0, 0, (16, 0))],
-    ids=["text beside", "a little text beside", "less urgent text beside", "alone"],
+    ("text_length", "fields", "max_num_seqs", "images", "expected"),
+    [
+        (40, {}, 16, ["waits"], {"waits": 4, "text": 12}),
+        (10, {}, 16, ["waits"], {"waits": 6, "text": 10}),
+        (10, {}, 16, ["waits", "too"], {"waits": 6, "text": 10}),
+        (40, {}, 16, ["runs", "too"], {"runs": 4, "text": 12}),
+        (40, {"priority": 1}, 16, ["waits"], {"waits": 16}),
+        (40, {}, 2, ["runs"], {"runs": 16}),
+        (0, {}, 16, ["waits", "too"], {"waits": 16}),
+    ],
+    ids=["text", "little text", "two images", "one runs", "less urgent text", "text without a place", "no text"],
 )
-def test_prompts_of_text_need_not_wait_for_an_image_that_came_before(
-    tiny_vision: ModelInfo, text_length: int, priority: int, expected: tuple[int, int]
+def test_prompts_of_text_need_not_wait_for_images_that_came_before(
+    tiny_vision: ModelInfo,
+    text_length: int,
+    fields: dict[str, int],
+    max_num_seqs: int,
+    images: list[str],
+    expected: dict[str, int],
 ) -> None:
-    """Of the 16 tokens of the pace the image gets what text of its urgency leaves, and a quarter at least."""
-    engine = make_engine(tiny_vision)
-    image = Job("image", [tiny_vision.placeholder_token_id or 0, 9], greedy(4), [("picture", 40)])
-    texts = [text("text", text_length, greedy(4), priority=priority)] if text_length else []
-    alone = run(make_engine(tiny_vision), [image, *texts], watch=False).tokens
+    """Of the 16 tokens of the pace images share what text of their urgency leaves, and a quarter at least.
+
+    The prompt of "runs" begins with a token of text, so that it has begun before its image comes.
+    """
+    engine = make_engine(tiny_vision, max_num_seqs=max_num_seqs)
+    prompt = [tiny_vision.placeholder_token_id or 0, 9]
+    jobs = [Job(name, [7] * (name == "runs") + prompt, greedy(4), [(name, 40)]) for name in images]
+    texts = [text("text", text_length, greedy(4), **fields)] if text_length else []
+    alone = run(make_engine(tiny_vision), [*jobs, *texts], watch=False).tokens
     driver = Driver(engine)
     driver.add(text("decodes", 4, greedy(30)))
-    driver.add(image, offer=False)
+    for job in jobs:
+        driver.add(job, offer=False)
     driver.step_to_token(1, "decodes")
+    before = {one.request_id: one.sequences[0].num_computed_tokens for one in engine.scheduler.running}
     engine.scheduler.pace = cast(Any, SimpleNamespace(observe=lambda *_: None, limit=lambda *_: 16, last_limit=16))
-    driver.offer("image", 0)
-    driver.step_while(lambda: driver.num_sent == 0)
+    for job in jobs:
+        driver.offer(job.name, 0)
+    driver.step_while(lambda: driver.num_sent < len(jobs))
     for job in texts:
         driver.add(job)
     driver.step()
     computed = {one.request_id: one.sequences[0].num_computed_tokens for one in engine.scheduler.running}
-    assert (computed["image"], computed.get("text", 0)) == expected
+    new = {name: count - before.get(name, 0) for name, count in computed.items() if name != "decodes"}
+    assert {name: count for name, count in new.items() if count} == expected
     driver.finish()
     assert {key: driver.tokens[key] for key in alone} == alone
+
+
+def test_an_answer_that_is_computed_again_does_not_yield_to_text(tiny_vision: ModelInfo) -> None:
+    driver = Driver(make_engine(tiny_vision, preemption="recompute"))
+    driver.add(Job("image", [tiny_vision.placeholder_token_id or 0, 9], greedy(9), [("picture", 40)]))
+    [image] = driver.engine.scheduler.waiting
+    assert image.yields_to_text
+    driver.step_to_token(2, "image")
+    driver.engine.scheduler.preempt(image)
+    assert not image.yields_to_text
+    driver.finish()
 
 
 def test_a_prompt_runs_up_to_its_first_missing_picture_and_others_pass(tiny_vision: ModelInfo) -> None:
