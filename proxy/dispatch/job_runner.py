@@ -116,6 +116,10 @@ class JobRunner:
                     yield tokens
                 if self._job.enough:
                     self._stop_sequences()
+        except TriptychError as error:
+            if error.info.code == "overloaded":
+                context.metrics.refused.labels("worker").inc()
+            raise
         finally:
             del self._runners[request_id]
             context.metrics.running_jobs.dec()
@@ -193,8 +197,6 @@ class JobRunner:
                 self._move("decoder_error", pause_s=BACKOFF_S)
                 return
             self._withdraw(abort=False)
-            if error.code == "overloaded":
-                self._context.metrics.refused.labels("worker").inc()
             raise self._job.error_of(error)
         elif worker not in (self._decoder, self._prefill.worker):
             self._encode.on_lost(worker, error, "encoder_error", answered=False)  # an attempt may have come later

@@ -43,7 +43,9 @@ class ProxyMetrics:
         )
         self.inflight = gauge("inflight", "Admitted requests that have not ended.")
         self.held_bytes = gauge("held_bytes", "Bytes of bodies and media of requests that have not ended.")
-        self.refused = counter("refused", "Requests refused before anything was done for them.", ["reason"])
+        self.refused = counter(
+            "refused", "Requests refused before anything was done for them, or by full workers.", ["reason"]
+        )
         self.waiting = gauge("waiting", "Admitted requests without a token, with and without media.", ["line"])
         self.expected_wait = gauge(
             "expected_wait_seconds",

@@ -90,6 +90,13 @@ async def test_a_refusal_by_a_full_worker_is_429_and_counted(rig):
     assert rig.count("refused_total", reason="worker") == 1
 
 
+async def test_a_refusal_by_a_full_encoder_is_429_and_counted_once(rig):
+    rig.cluster.encoders[0].script = lambda message: ErrorInfo("overloaded", "256 items are under way on this encoder")
+    with pytest.raises(openai.RateLimitError, match="could not be encoded in 3 attempts"):
+        await rig.chat([image_part(picture())])
+    assert rig.count("refused_total", reason="worker") == 1
+
+
 async def test_a_corrupt_picture_is_the_clients_fault_and_named(rig):
     rig.cluster.encoders[0].script = lambda message: ErrorInfo("bad_media", "the picture is truncated")
     with pytest.raises(openai.BadRequestError) as caught:
