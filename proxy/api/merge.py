@@ -16,29 +16,37 @@ T = TypeVar("T")
 async def merged(streams: Sequence[AsyncGenerator[T]], *, in_order: bool = False) -> AsyncGenerator[tuple[int, T]]:
     """Read all streams at once, and yield each item with the number of its stream. At the end all streams are closed.
 
-    Items come in the order of arrival, read at most MAX_AHEAD ahead; or `in_order`, the streams one after the other,
-    while the items of later streams wait. The first exception of a stream ends all.
+    Items come in the order of arrival, or `in_order`, the streams one after the other, while the items of later streams
+    are kept. At most MAX_AHEAD are not read yet. The first exception of a stream ends all.
     """
-    together: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(MAX_AHEAD)
-    queues = [asyncio.Queue[tuple[int, T] | Exception | None]() if in_order else together for _ in streams]
+    queue = asyncio.Queue[tuple[int, T | Exception | None]](MAX_AHEAD)
 
     async def read(number: int, stream: AsyncGenerator[T]) -> None:
         try:
             async with aclosing(stream):
                 async for item in stream:
-                    await queues[number].put((number, item))
-            await queues[number].put(None)
+                    await queue.put((number, item))
+            await queue.put((number, None))
         except Exception as error:  # raised again by the reader
-            for queue in {*queues}:
-                await queue.put(error)
+            await queue.put((number, error))
 
     tasks = [asyncio.create_task(read(number, stream)) for number, stream in enumerate(streams)]
+    turn, ended, kept = 0, set[int](), [list[T]() for _ in streams]
     try:
-        for queue in queues:
-            while (item := await queue.get()) is not None:
-                if isinstance(item, Exception):
-                    raise item
-                yield item
+        while len(ended) < len(streams):
+            number, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                ended.add(number)
+            elif in_order and number != turn:
+                kept[number].append(item)
+            else:
+                yield number, item
+            while in_order and turn in ended and turn + 1 < len(streams):
+                turn += 1
+                for waiting in kept[turn]:
+                    yield turn, waiting
     finally:
         for task in tasks:
             task.cancel()
