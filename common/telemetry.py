@@ -32,8 +32,11 @@ class _Unfailing:
             self._stream.flush()
 
 
-def setup_logging(level: str, fmt: str, instance: str) -> None:
-    """Log to stderr, each line with date, time zone and the `instance` of this process; so do libraries."""
+def setup_logging(level: str, fmt: str, instance: str, *, libraries: bool = True) -> None:
+    """Log to stderr, each line with date, time zone and the `instance` of this process.
+
+    With `libraries`, warnings by `logging` that no handler takes are such lines, too.
+    """
     renderer: Any = (
         structlog.processors.JSONRenderer()
         if fmt == "json"
@@ -52,10 +55,11 @@ def setup_logging(level: str, fmt: str, instance: str) -> None:
         logger_factory=structlog.PrintLoggerFactory(stream),
         cache_logger_on_first_use=True,  # a call below the level then costs a third
     )
-    named: list[Any] = [lambda _, __, event: event | {"instance": instance}, structlog.stdlib.add_logger_name]
-    logging.lastResort = libraries = logging.StreamHandler(stream)  # for warnings that no handler takes
-    libraries.setLevel(logging.WARNING)
-    libraries.setFormatter(structlog.stdlib.ProcessorFormatter(renderer, foreign_pre_chain=[*named, *processors]))
+    if libraries:
+        named: list[Any] = [lambda _, __, event: event | {"instance": instance}, structlog.stdlib.add_logger_name]
+        logging.lastResort = handler = logging.StreamHandler(stream)
+        handler.setLevel(logging.WARNING)
+        handler.setFormatter(structlog.stdlib.ProcessorFormatter(renderer, foreign_pre_chain=[*named, *processors]))
 
 
 def get_logger() -> Any:

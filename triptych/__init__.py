@@ -50,6 +50,6 @@ def __getattr__(name: str) -> Any:
         from engine import llm
 
         if not structlog.is_configured():  # the default would print every debug line to stdout
-            setup_logging("warning", "text", "llm")
+            setup_logging("warning", "text", "llm", libraries=False)  # which are the application's
         return getattr(llm, name)
     raise AttributeError(f"module 'triptych' has no attribute {name!r}")
