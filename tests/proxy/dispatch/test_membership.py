@@ -81,11 +81,11 @@ async def test_a_worker_that_got_the_port_of_a_dead_one_is_not_taken_for_it(rig)
 async def test_requests_that_wait_are_spread_over_workers_that_are_found_together(serve, monkeypatch):
     """As after a restart of the proxy: of several connections one is the first."""
     monkeypatch.setattr("proxy.dispatch.worker_pool.TOGETHER_S", 1000.0)
-    opened, held, late = WorkerClient.opened, asyncio.Event(), []
+    opened, gates = WorkerClient.opened, dict[str, asyncio.Event]()
 
     async def opened_in_turn(client: WorkerClient) -> bool:
-        if client.address in late:
-            await held.wait()
+        if client.address in gates:
+            await gates[client.address].wait()
         return await opened(client)
 
     monkeypatch.setattr(WorkerClient, "opened", opened_in_turn)
@@ -96,13 +96,15 @@ async def test_requests_that_wait_are_spread_over_workers_that_are_found_togethe
         await eventually(lambda: len(rig.service.dispatcher.runners) == 6)
         back = [FakeDecoder(rig.cluster, "prefill_decode", name) for name in ("pd1", "pd2")]
         rig.cluster.decoders.extend(back)
-        late.append(back[1].server.address)
+        first, second = [gates.setdefault(decoder.server.address, asyncio.Event()) for decoder in back]
         for decoder in back:
             decoder.pause_after = 0
             await decoder.start()
         found = rig.service.pool._workers
-        await eventually(lambda: {"pd1", "pd2"} <= found.keys() and found["pd1"].client.connected)
-        held.set()
+        await eventually(lambda: {"pd1", "pd2"} <= found.keys())
+        first.set()
+        await eventually(lambda: found["pd1"].client.connected)
+        second.set()
         await eventually(lambda: sum(len(decoder.of(Generate)) for decoder in back) == 6)
         assert [len(decoder.of(Generate)) for decoder in back] == [3, 3]
         for decoder in back:
