@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 
 from common.messages import TokenLogprob
 from proxy.api.logprobs import CompletionLogprobs, LogprobShapes
-from proxy.api.merge import merged
+from proxy.api.merge import merge_streams
 from proxy.api.openai_types import CompletionRequest, parse
 from proxy.api.prompts import check_number, decoder_prompts, make_jobs, processed_prompts
 from proxy.dispatch.jobs import Job
@@ -46,7 +46,7 @@ async def completions(service: Service, context: RequestContext) -> AsyncGenerat
         "created": int(context.created_s),
         "model": body.model or service.model_name,
     }
-    async with aclosing(merged([text.deltas() for text in texts])) as deltas:
+    async with aclosing(merge_streams([text.deltas() for text in texts])) as deltas:
         if not body.stream:
             yield await _whole(head, body, answers, deltas)
             return

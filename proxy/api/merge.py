@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Final, TypeVar
@@ -13,7 +14,9 @@ MAX_AHEAD: Final = 256
 T = TypeVar("T")
 
 
-async def merged(streams: Sequence[AsyncGenerator[T]], *, in_order: bool = False) -> AsyncGenerator[tuple[int, T]]:
+async def merge_streams(
+    streams: Sequence[AsyncGenerator[T]], *, in_order: bool = False
+) -> AsyncGenerator[tuple[int, T]]:
     """Read all streams at once, and yield each item with the number of its stream. At the end all streams are closed.
 
     Items come in the order of arrival, or `in_order`, the streams one after the other, while the items of later streams
@@ -31,7 +34,7 @@ async def merged(streams: Sequence[AsyncGenerator[T]], *, in_order: bool = False
             await queue.put((number, error))
 
     tasks = [asyncio.create_task(read(number, stream)) for number, stream in enumerate(streams)]
-    turn, ended, kept = 0, set[int](), [list[T]() for _ in streams]
+    turn, ended, kept = 0, set[int](), defaultdict[int, list[T]](list)
     try:
         while len(ended) < len(streams):
             number, item = await queue.get()
@@ -45,7 +48,7 @@ async def merged(streams: Sequence[AsyncGenerator[T]], *, in_order: bool = False
                 yield number, item
             while in_order and turn in ended and turn + 1 < len(streams):
                 turn += 1
-                for waiting in kept[turn]:
+                for waiting in kept.pop(turn, ()):
                     yield turn, waiting
     finally:
         for task in tasks:

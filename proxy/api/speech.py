@@ -19,7 +19,7 @@ from common.text import whisper_prompt
 from common.text.prompts import ParsedPrompt, with_checkpoint_rules
 from common.text.whisper_rules import Rules
 from common.text.whisper_words import Word, aligned_words, alignment_request
-from proxy.api.merge import merged
+from proxy.api.merge import merge_streams
 from proxy.api.segments import Segment, split_at_timestamps
 from proxy.dispatch.jobs import Job, MediaItem, make_slots, part_id
 from proxy.dispatch.text_stream import Delta, Finish, TextStream, Usage
@@ -160,7 +160,7 @@ class Speech:
             if stops or limit < len(windows) * self._service.max_model_len:
                 texts = self._in_turn(windows, path)
             else:
-                texts = merged([self._transcribe(*one, path) for one in enumerate(windows)], in_order=True)
+                texts = merge_streams([self._transcribe(*one, path) for one in enumerate(windows)], in_order=True)
             finish: Finish = "stop"
             begun = False
             token_ids, logprobs, scores = list[int](), list[TokenLogprob](), list[float]()

@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 import pytest
 
-from proxy.api.merge import MAX_AHEAD, merged
+from proxy.api.merge import MAX_AHEAD, merge_streams
 
 
 async def counts(number: int, last: int, made: Counter[int], gate: asyncio.Event | None = None) -> AsyncGenerator[int]:
@@ -24,7 +24,7 @@ async def counts(number: int, last: int, made: Counter[int], gate: asyncio.Event
 async def test_in_order_the_items_of_later_streams_are_kept() -> None:
     gate, made = asyncio.Event(), Counter[int]()
     streams = [counts(0, 3, made, gate), counts(1, 0, made), counts(2, 2, made)]
-    async with aclosing(merged(streams, in_order=True)) as items:
+    async with aclosing(merge_streams(streams, in_order=True)) as items:
         first = asyncio.ensure_future(anext(items))
         for _ in range(50):
             await asyncio.sleep(0)
@@ -37,7 +37,7 @@ async def test_in_order_the_items_of_later_streams_are_kept() -> None:
 
 async def test_as_they_come_nobody_waits_for_a_slow_stream() -> None:
     gate, made = asyncio.Event(), Counter[int]()
-    async with aclosing(merged([counts(0, 1, made, gate), counts(1, 2, made)])) as items:
+    async with aclosing(merge_streams([counts(0, 1, made, gate), counts(1, 2, made)])) as items:
         assert [await anext(items), await anext(items)] == [(1, 0), (1, 1)]
         gate.set()
         assert [item async for item in items] == [(0, 0)]
@@ -47,7 +47,7 @@ async def test_as_they_come_nobody_waits_for_a_slow_stream() -> None:
 async def test_a_reader_that_does_not_read_stops_those_who_produce(in_order: bool) -> None:
     made = Counter[int]()
     streams = [counts(number, 10 * MAX_AHEAD, made) for number in range(3)]
-    async with aclosing(merged(streams, in_order=in_order)) as items:
+    async with aclosing(merge_streams(streams, in_order=in_order)) as items:
         await anext(items)
         for _ in range(20 * MAX_AHEAD):
             await asyncio.sleep(0)
@@ -63,6 +63,6 @@ async def test_the_first_exception_ends_all_streams(in_order: bool) -> None:
 
     waits = counts(0, 1, Counter(), asyncio.Event())
     with pytest.raises(ValueError, match="no"):
-        async with aclosing(merged([waits, fails()], in_order=in_order)) as items:
+        async with aclosing(merge_streams([waits, fails()], in_order=in_order)) as items:
             await anext(items)
     assert waits.ag_frame is None
