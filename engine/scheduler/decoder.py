@@ -277,9 +277,9 @@ class DecoderScheduler:
             if wanted <= 0:
                 continue  # waits for an input; others may go ahead
             budget = self._budget(request, chosen)
-            if budget <= 0 and not request.yields_to_text:
-                break
             if budget <= 0:
+                if not request.yields_to_text:
+                    break
                 only_text = True
                 continue
             wanted = min(wanted, budget)
