@@ -290,14 +290,19 @@ class Detokenizer:
     """Tokens whose text this one continues: SentencePiece's tokenizers leave out a blank at the start of a new text."""
     stopped: bool = False
     _ids: list[int] = field(default_factory=list)
+    _begin: int = 0  # tokens of the prompt
     _prefix: int = 0  # tokens before this are settled; those from here to _read give context to the next ones
     _read: int = 0
     _pending: str = ""  # decoded, but may be the start of a stop string
 
     def __post_init__(self) -> None:
         self._ids += self.prompt[-_TAIL_TOKENS:]
-        self._read = len(self._ids)
-        self.min_tokens += self._read
+        self._begin = self._read = len(self._ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far: those behind a stop string are none of the text's."""
+        return len(self._ids) - self._begin
 
     def push(self, token_ids: Sequence[int], *, final: bool = False) -> str:
         """Add tokens, return the new text. After a stop string `stopped` is True and further calls return no text."""
@@ -312,7 +317,7 @@ class Detokenizer:
         if len(now) > len(before) and (final or not now.endswith("\ufffd")):  # else half a character
             self._prefix, self._read = self._read, len(self._ids)
             self._pending += now[len(before) :]
-        stops = self.stop if len(self._ids) > self.min_tokens else ()
+        stops = self.stop if self.num_tokens > self.min_tokens else ()
         found = [(at, at + len(stop)) for stop in stops if (at := self._pending.find(stop)) >= 0]
         if found:
             begin, end = min(found)

@@ -159,17 +159,17 @@ class TextStream:
             self.prompt_logprobs = batch.prompt_logprobs
         if sequence.finish_reason is not None:  # a stop string ended the sequence here, and others go on
             return None
-        usage.completion_tokens -= max(0, len(sequence.token_ids) - forced)
-        sequence.token_ids += batch.token_ids
-        usage.completion_tokens += max(0, len(sequence.token_ids) - forced)
-        sequence.logprobs += batch.logprobs
         finish: Finish | None = "length" if batch.finish_reason == "length" else None
         finish = "stop" if batch.finish_reason in ("stop", "abort") else finish
-        ids = batch.token_ids
+        ids, known = batch.token_ids, sequence.detokenizer.num_tokens
         shown = ids[:-1] if batch.finish_reason == "stop" and ids and ids[-1] in self._stops else ids
         text = sequence.detokenizer.push(shown, final=finish is not None)
         if sequence.detokenizer.stopped:
-            finish = "stop"
+            finish, ids = "stop", ids[: sequence.detokenizer.num_tokens - known]
+        usage.completion_tokens -= max(0, len(sequence.token_ids) - forced)
+        sequence.token_ids += ids
+        usage.completion_tokens += max(0, len(sequence.token_ids) - forced)
+        sequence.logprobs += batch.logprobs[: len(ids)]
         if finish is not None:
             sequence.finish_reason = finish
             self.job.enough.add(sequence.index)
