@@ -91,6 +91,7 @@ class Cell:
     proxy: subprocess.Popen[bytes]
     broker_pid: int
     crowds: list[CrowdProcess]
+    fakes: CrowdSettings
     size: int = 0
 
     async def ready(self) -> None:
@@ -148,12 +149,12 @@ def cell(logs: Path, *, processes: int, **fields: Any) -> Iterator[Cell]:
             proxy = subprocess.Popen(command, env=child_environment(settings, 1), stdout=log, stderr=log, cwd=_root())
         stack.callback(proxy.communicate)
         stack.callback(proxy.terminate)
-        crowds = []
+        crowds, fakes = [], CrowdSettings(0, MODEL, url, "churn", key)
         for number in range(processes):
-            crowds.append(CrowdProcess(CrowdSettings(number, MODEL, url, "churn", key), logs / f"fakes-{number}.log"))
+            crowds.append(CrowdProcess(msgspec.structs.replace(fakes, number=number), logs / f"fakes-{number}.log"))
             stack.callback(crowds[-1].kill)
         assert broker._process is not None
-        yield Cell(f"http://127.0.0.1:{port}", proxy, broker._process.pid, crowds)
+        yield Cell(f"http://127.0.0.1:{port}", proxy, broker._process.pid, crowds, fakes)
 
 
 def _root() -> Path:
