@@ -23,7 +23,7 @@ from common.errors import ErrorInfo, invalid
 from common.families import MediaKind as MediaKind
 from common.sampling_params import SamplingParams
 
-PROTOCOL_VERSION: Final = 13
+PROTOCOL_VERSION: Final = 14
 MAX_CONTROL_BYTES: Final = 16 * 2**20
 """Cap of a message without media."""
 MAX_MEDIA_BYTES: Final = 64 * 2**20
@@ -198,6 +198,18 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
     prompt_logprobs: list[TokenLogprob | None] = []
     score: float | None = None
     attempt: Count = 0
+
+    @staticmethod
+    def joined(pieces: list[Tokens]) -> Tokens:
+        """Return one message in place of the next ones of a sequence, at least one."""
+        return msgspec.structs.replace(
+            pieces[-1],
+            offset=pieces[0].offset,
+            token_ids=[token for piece in pieces for token in piece.token_ids],
+            finish_reason=next((piece.finish_reason for piece in pieces if piece.finish_reason is not None), None),
+            logprobs=[entry for piece in pieces for entry in piece.logprobs],
+            prompt_logprobs=pieces[0].prompt_logprobs,
+        )
 
 
 class Encoded(msgspec.Struct, frozen=True, tag="encoded"):

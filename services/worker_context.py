@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from broker.cluster.registry import HEARTBEAT_S, Registry
-from broker.cluster.rpc import WorkerServer
+from broker.cluster.rpc import Outcome, WorkerServer
 from broker.handoff.channels import ChannelName, ChannelSender, Delivery
 from broker.transports.cuda.runtime import CudaRuntime
 from broker.transports.tensors import TensorReceiver, TensorSender
@@ -103,20 +103,18 @@ class WorkerContext:
             message = f"the broker does not answer, and {instance_id} cannot be looked up: {why}"
             raise TriptychError("unavailable", message) from error
 
-    def reply(self, request_id: str, message: FromWorker) -> bool:
-        """Send to the proxy of a request, as `send`; messages about an unknown request are discarded."""
+    def reply(self, request_id: str, message: FromWorker) -> None:
+        """Send to the proxy of a request; messages about an unknown request are discarded."""
         request = self.proxies.get(request_id)
-        return request is None or self.send(request.proxy, message)
+        if request is not None:
+            self.send(request.proxy, message)
 
-    def send(self, proxy: bytes, message: FromWorker | Heartbeat) -> bool:
-        """Send to a proxy; return False where an error went in place of a message that is too large.
-
-        A proxy with a broken connection counts as gone.
-        """
-        outcome = self.server.send(proxy, message)
-        if outcome == "gone":
+    def send(self, proxy: bytes, *messages: FromWorker | Heartbeat) -> list[Outcome]:
+        """Send to a proxy, as `WorkerServer.send`. A proxy with a broken connection counts as gone."""
+        outcomes = self.server.send(proxy, *messages)
+        if "gone" in outcomes:
             self.proxies.mark_gone(proxy)
-        return outcome != "too_large"
+        return outcomes
 
 
 class RoleService(Protocol):

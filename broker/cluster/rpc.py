@@ -2,8 +2,9 @@
 
     proxy: WorkerClient (DEALER, one per worker)  <-->  worker: WorkerServer (ROUTER)
 
-Messages are single frames of MessagePack; the routing id identifies the proxy. Sending never waits: a peer that
-does not take its messages is treated as gone.
+A message is one frame of MessagePack; the routing id identifies the proxy. What a worker sends to a proxy at once, the
+tokens of a step, is one ZMQ message of several frames: a send and a wake-up cost more than most frames. Sending never
+waits: a peer that does not take its messages is treated as gone.
 
 For a message above the receiver's MAXMSGSIZE libzmq closes the connection, with all its requests. So the sender checks
 the size first, and only the one request fails.
@@ -12,6 +13,7 @@ the size first, and only the one request fails.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, Literal, cast
 
@@ -36,10 +38,10 @@ from common.messages import (
 )
 from common.telemetry import get_logger
 
-QUEUE_MESSAGES = 100_000
-"""Small messages that may wait for one peer before it counts as gone."""
+QUEUE_MESSAGES = 4_096
+"""Messages, of a step's tokens each, that may wait at a worker for one proxy before it counts as gone."""
 QUEUE_REQUESTS = 4_096
-"""Requests (with media) that may wait for one worker."""
+"""Requests (with media) that may wait at a proxy for one worker."""
 MAX_TO_WORKER_BYTES: Final = MAX_MEDIA_BYTES + MAX_CONTROL_BYTES
 MAX_FROM_WORKER_BYTES: Final = MAX_CONTROL_BYTES
 
@@ -79,7 +81,6 @@ class WorkerServer:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a proxy that is gone is an error we want to see
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a proxy that reconnects takes over its own routing id
         self._socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
-        self._socket.setsockopt(zmq.RCVHWM, QUEUE_REQUESTS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_TO_WORKER_BYTES + OVERHEAD_BYTES)
         self.address = secure_bind(self._socket, host)
         self.num_invalid = 0
@@ -96,26 +97,16 @@ class WorkerServer:
                 self.num_invalid += 1
                 log.warning("dropped a message on the request socket", error=error.info.message)
 
-    def send(self, proxy: bytes, message: FromWorker | Heartbeat) -> Outcome:
-        """Send to a proxy, at once and in order.
+    def send(self, proxy: bytes, *messages: FromWorker | Heartbeat) -> list[Outcome]:
+        """Send to a proxy, at once and in order. Return the outcome of each message.
 
         The request of an answer that is "too_large" has ended for its proxy, with an error "item_too_large": the rest
         of the answer is of no use.
         """
-        data = encode(message)
-        if len(data) <= MAX_FROM_WORKER_BYTES or isinstance(message, Heartbeat):
-            return "sent" if _send_now(self._socket, [proxy, data]) else "gone"
-        error = _too_large("the answer is too large for a proxy", message, len(data), MAX_FROM_WORKER_BYTES)
-        log.warning("an answer is not sent", request=message.request_id, error=error.info.message)
-        refusal: FromWorker
-        match message:
-            case Encoded():
-                refusal = Encoded(message.request_id, message.input_id, message.attempt, error.info)
-            case Prefilled():
-                refusal = Prefilled(message.request_id, message.attempt, error.info)
-            case _:
-                refusal = Failed(message.request_id, error.info, message.attempt)
-        return "too_large" if _send_now(self._socket, [proxy, encode(refusal)]) else "gone"
+        packed = [_pack(message) for message in messages]
+        if not _send_now(self._socket, [proxy, *(data for data, _ in packed)]):
+            return ["gone"] * len(packed)
+        return [outcome for _, outcome in packed]
 
     def close(self) -> None:
         self._socket.close(linger=0)
@@ -148,13 +139,13 @@ class WorkerClient:
         _set_common_options(self._socket)
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
         self._socket.setsockopt(zmq.SNDHWM, QUEUE_REQUESTS)
-        self._socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FROM_WORKER_BYTES + OVERHEAD_BYTES)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         secure_connect(self._socket, address)
         self.address = address
         self.life = life
         self._on_invalid = on_invalid
+        self._arrived: deque[FromWorker] = deque()
 
     async def opened(self) -> bool:
         """Return once connected, or False after a refused try; never where no process answers."""
@@ -183,19 +174,19 @@ class WorkerClient:
 
         Raises TriptychError("unavailable") where another process answers.
         """
-        while True:
+        while not self._arrived:
             frames = await self._socket.recv_multipart(copy=False)
             if self.life and (life := frames[0].get("Identity")) not in ("", self.life):
                 raise TriptychError("unavailable", f"{life} answers at {self.address}, not {self.life}")
-            try:
-                if len(frames) != 1:
-                    raise TriptychError("invalid_request", f"a reply has 1 frame, not {len(frames)}")
-                message = decode_from_worker(frames[0].buffer)
-                if not isinstance(message, Heartbeat):
-                    return message
-            except TriptychError as error:
-                self._on_invalid()
-                log.warning("dropped a reply", worker=self.address, error=error.info.message)
+            for frame in frames:
+                try:
+                    message = decode_from_worker(frame.buffer)
+                    if not isinstance(message, Heartbeat):
+                        self._arrived.append(message)
+                except TriptychError as error:
+                    self._on_invalid()
+                    log.warning("dropped a reply", worker=self.address, error=error.info.message)
+        return self._arrived.popleft()
 
     def close(self, linger_ms: int = 0) -> None:
         """Close without waiting; the last messages have `linger_ms` to leave."""
@@ -216,6 +207,24 @@ def _send_now(socket: zmq.asyncio.Socket, frames: list[bytes], *, copy: bool = T
     return True
 
 
+def _pack(message: FromWorker | Heartbeat) -> tuple[bytes, Outcome]:
+    """Return the bytes of a message; of an error in its place, where they are too many for a proxy."""
+    data = encode(message)
+    if len(data) <= MAX_FROM_WORKER_BYTES or isinstance(message, Heartbeat):
+        return data, "sent"
+    error = _too_large("the answer is too large for a proxy", message, len(data), MAX_FROM_WORKER_BYTES)
+    log.warning("an answer is not sent", request=message.request_id, error=error.info.message)
+    refusal: FromWorker
+    match message:
+        case Encoded():
+            refusal = Encoded(message.request_id, message.input_id, message.attempt, error.info)
+        case Prefilled():
+            refusal = Prefilled(message.request_id, message.attempt, error.info)
+        case _:
+            refusal = Failed(message.request_id, error.info, message.attempt)
+    return encode(refusal), "too_large"
+
+
 def _too_large(what: str, message: ToWorker | FromWorker, size_bytes: int, limit_bytes: int) -> TriptychError:
     excess = f"{size_bytes - limit_bytes} more than the {limit_bytes} allowed"
     text = f"{what}: its {type(message).__name__} message has {size_bytes} bytes, {excess}; ask for less"
@@ -224,6 +233,9 @@ def _too_large(what: str, message: ToWorker | FromWorker, size_bytes: int, limit
 
 def _set_common_options(socket: zmq.asyncio.Socket) -> None:
     socket.setsockopt(zmq.LINGER, 0)
+    # Behind a full queue of received messages libzmq's heartbeats end the process (its issues 3937 and 4364). Running
+    # requests, of which a proxy admits so many, bound what waits here.
+    socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)  # a peer whose host vanished is noticed without TCP's minutes

@@ -36,6 +36,7 @@ from engine.state.events import Event, PrefillEvent
 from services.encode.local_encode import LocalEncodeStage
 from services.handoff.receiver import HandoffReceiver
 from services.process.engine_thread import EngineThread
+from services.process.request_owners import OwnedRequest
 from services.worker_context import WorkerContext
 
 log = get_logger()
@@ -185,18 +186,23 @@ class DecoderService(ABC):
 
     def _handle_events(self, events: list[Event]) -> None:
         """Handle events, but for those of an aborted attempt: the request may be here again."""
+        tokens: dict[bytes, list[Tokens]] = {}  # by proxy
         for event in events:
             if isinstance(event, Tokens | Failed | PrefillEvent):
                 request = self._context.proxies.get(event.request_id)
                 if request is None or request.attempt != event.attempt:
                     continue
+                if isinstance(event, Tokens):
+                    self._note_begun(request, event)
+                    tokens.setdefault(request.proxy, []).append(event)
+                    continue
+                self._send_tokens(tokens)  # before the error of a request
             self._handle_event(event)
+        self._send_tokens(tokens)
 
     def _handle_event(self, event: Event) -> None:
-        assert not isinstance(event, PrefillEvent)  # only requests added with `prefill_only` have these
-        if isinstance(event, Tokens):
-            self._send_tokens(event)
-        elif isinstance(event, Failed):
+        assert not isinstance(event, Tokens | PrefillEvent)  # `prefill_only` alone has prefill events
+        if isinstance(event, Failed):
             self._fail(event)
         elif isinstance(event, InputNeeded):
             self._outcomes["input_needed"] += 1
@@ -209,17 +215,22 @@ class DecoderService(ABC):
         self._context.reply(event.request_id, event)
         self._give_up(event.request_id)
 
-    def _send_tokens(self, event: Tokens) -> None:
-        request = self._context.proxies.get(event.request_id)
-        if request is not None and not request.has_begun:
+    def _note_begun(self, request: OwnedRequest, event: Tokens) -> None:
+        if not request.has_begun:
             request.has_begun = True
             self._context.metrics.first_token_seconds.observe(time.monotonic() - request.arrived_s)
             self._receiver.started(event.request_id, event.attempt)
-        if not self._context.reply(event.request_id, event):
-            self.abort(event.request_id)
-        elif event.done:
-            self._context.metrics.observe_spans(event.spans)
-            self._context.proxies.remove(event.request_id)
+
+    def _send_tokens(self, tokens: dict[bytes, list[Tokens]]) -> None:
+        """Send the tokens of each proxy together."""
+        while tokens:
+            proxy, events = tokens.popitem()
+            for event, outcome in zip(events, self._context.send(proxy, *events), strict=True):
+                if outcome == "too_large":
+                    self.abort(event.request_id)
+                elif event.done:
+                    self._context.metrics.observe_spans(event.spans)
+                    self._context.proxies.remove(event.request_id)
 
     def _give_up(self, request_id: str) -> None:
         """Forget a request before its end: its items stop, too."""

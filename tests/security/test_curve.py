@@ -48,7 +48,7 @@ async def test_members_speak_to_each_other(make_context, key):
         client.send(Heartbeat())
         proxy, message = await server.receive()
         assert (proxy, message) == (b"p", Heartbeat())
-        assert server.send(proxy, Failed("r", ErrorInfo("unavailable", "x"))) == "sent"
+        assert server.send(proxy, Failed("r", ErrorInfo("unavailable", "x"))) == ["sent"]
         assert await client.receive() == Failed("r", ErrorInfo("unavailable", "x"))
 
 
@@ -60,7 +60,7 @@ async def test_a_message_of_the_largest_size_fits_with_its_encryption(make_conte
         overhead = len(encode(of_length(MAX_CONTROL_BYTES))) - MAX_CONTROL_BYTES
         largest = of_length(MAX_CONTROL_BYTES - overhead)
         assert len(encode(largest)) == MAX_CONTROL_BYTES
-        assert server.send(proxy, largest) == "sent"
+        assert server.send(proxy, largest) == ["sent"]
         assert await client.receive() == largest
 
 

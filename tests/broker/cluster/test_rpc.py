@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Final
 
 import msgspec
 import pytest
@@ -66,7 +68,7 @@ async def test_each_proxy_gets_the_answers_to_its_own_requests(
         assert isinstance(message, Generate)
         assert message.request_id == f"request of {proxy.decode()}"
         for offset in range(3):
-            assert server.send(proxy, Tokens(message.request_id, offset, [offset])) == "sent"
+            assert server.send(proxy, Tokens(message.request_id, offset, [offset])) == ["sent"]
     for name, client in clients.items():
         for offset in range(3):
             assert await client.receive() == Tokens(f"request of {name}", offset, [offset])
@@ -103,11 +105,66 @@ async def test_a_request_that_is_too_large_is_not_sent_and_costs_nobody_else_any
         client.send(generate("after"))
         proxy, message = await server.receive()
         assert message == generate("after")
-        assert server.send(proxy, Tokens("before", 0, [1])) == "sent"
+        assert server.send(proxy, Tokens("before", 0, [1])) == ["sent"]
         assert await client.receive() == Tokens("before", 0, [1])
         client.send(largest)
         assert timeless((await server.receive())[1]) == timeless(largest)
         assert not await client._monitor.poll(0)  # nothing was lost
+
+
+async def test_messages_that_are_sent_together_arrive_in_order_without_those_that_are_none(
+    server: WorkerServer, zmq_context: zmq.asyncio.Context
+) -> None:
+    invalid: list[None] = []
+    together = [Tokens(name, 0, [place]) for place, name in enumerate("abc")]
+    async with worker_client(zmq_context, server.address, "p", lambda: invalid.append(None)) as client:
+        client.send(Heartbeat())
+        proxy, _ = await server.receive()
+        assert server.send(proxy, *together, Heartbeat()) == ["sent"] * 4
+        frames = [encode(message) for message in together]
+        await server._socket.send_multipart([proxy, frames[0], b"junk", frames[1], b"", frames[2]])
+        async with asyncio.timeout(5):
+            assert [await client.receive() for _ in range(6)] == 2 * together
+    assert len(invalid) == 2
+
+
+LAGGING: Final = """
+import asyncio
+import zmq.asyncio
+from broker.cluster import rpc
+from common.messages import Heartbeat, Tokens
+
+set_options = rpc._set_common_options
+
+def with_fast_heartbeats(socket):
+    set_options(socket)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 100)
+
+async def main():
+    rpc._set_common_options = with_fast_heartbeats
+    context, of_worker = zmq.asyncio.Context(), zmq.asyncio.Context()
+    server = rpc.WorkerServer(of_worker)
+    client = rpc.WorkerClient(context, server.address, "p")
+    client.send(Heartbeat())
+    proxy, _ = await server.receive()
+    for number in range(150_000):
+        while server.send(proxy, Tokens("r", number, [1])) == ["gone"]:
+            await asyncio.sleep(0.001)
+    await asyncio.sleep(0.5)
+    server.close()
+    of_worker.term()
+    await asyncio.sleep(1)
+    print([(await client.receive()).offset for _ in range(3)])
+
+asyncio.run(main())
+"""
+
+
+async def test_a_proxy_that_lags_far_behind_survives_the_death_of_a_worker() -> None:
+    """A full queue of received messages, a lost connection and a heartbeat of libzmq would end the process."""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", LAGGING, stdout=asyncio.subprocess.PIPE)
+    said, _ = await asyncio.wait_for(process.communicate(), 60)
+    assert (said, process.returncode) == (b"[0, 1, 2]\n", 0)
 
 
 LARGE = [TokenLogprob(1, -0.5, 1)] * (MAX_FROM_WORKER_BYTES // 16)
@@ -120,6 +177,20 @@ TOO_LARGE_ANSWERS: list[tuple[FromWorker, Callable[[ErrorInfo], FromWorker]]] = 
 ]
 
 
+async def test_an_answer_that_is_too_large_disturbs_none_that_travels_with_it(
+    server: WorkerServer, zmq_context: zmq.asyncio.Context
+) -> None:
+    async with worker_client(zmq_context, server.address, "p") as client, asyncio.timeout(20):
+        client.send(Heartbeat())
+        proxy, _ = await server.receive()
+        before, after = Tokens("a", 0, [1]), Tokens("b", 0, [1])
+        assert server.send(proxy, before, TOO_LARGE_ANSWERS[0][0], after) == ["sent", "too_large", "sent"]
+        assert server.send(b"never seen", before, TOO_LARGE_ANSWERS[0][0]) == ["gone", "gone"]
+        told = [await client.receive() for _ in range(3)]
+    assert (told[0], told[2]) == (before, after)
+    assert isinstance(told[1], Failed)
+
+
 @pytest.mark.parametrize(("answer", "refusal"), TOO_LARGE_ANSWERS, ids=lambda one: type(one).__name__)
 async def test_an_answer_that_is_too_large_ends_its_request_and_no_other(
     zmq_context: zmq.asyncio.Context, answer: FromWorker, refusal: Callable[[ErrorInfo], FromWorker]
@@ -128,9 +199,9 @@ async def test_an_answer_that_is_too_large_ends_its_request_and_no_other(
     async with worker_client(zmq_context, server.address, "p") as client, asyncio.timeout(20):
         client.send(Heartbeat())
         proxy, _ = await server.receive()
-        assert server.send(proxy, Tokens("other", 0, [1])) == "sent"
-        assert server.send(proxy, answer) == "too_large"
-        assert server.send(proxy, Tokens("other", 1, [2])) == "sent"
+        assert server.send(proxy, Tokens("other", 0, [1])) == ["sent"]
+        assert server.send(proxy, answer) == ["too_large"]
+        assert server.send(proxy, Tokens("other", 1, [2])) == ["sent"]
         told = [await client.receive() for _ in range(3)]
         assert (told[0], told[2]) == (Tokens("other", 0, [1]), Tokens("other", 1, [2]))
         error = told[1].error  # type: ignore[union-attr]
@@ -196,10 +267,10 @@ async def test_sending_to_a_proxy_that_is_gone_says_so(server: WorkerServer, zmq
     client = WorkerClient(zmq_context, server.address, "p")
     client.send(Heartbeat())
     proxy, _ = await server.receive()
-    assert server.send(b"never seen", Tokens("r", 0, [1])) == "gone"
+    assert server.send(b"never seen", Tokens("r", 0, [1])) == ["gone"]
     client.close()
     receiving = asyncio.create_task(server.receive())  # ZMQ learns of the goodbye while the socket is being read
-    await eventually(lambda: server.send(proxy, Tokens("r", 0, [1])) == "gone")
+    await eventually(lambda: server.send(proxy, Tokens("r", 0, [1])) == ["gone"])
     receiving.cancel()
 
 
@@ -211,7 +282,7 @@ async def test_a_reconnecting_proxy_takes_over_its_routing_id(zmq_context: zmq.a
     second = WorkerClient(zmq_context, server.address, "p")
     second.send(Heartbeat())
     proxy, _ = await server.receive()
-    assert server.send(proxy, Tokens("r", 0, [1])) == "sent"
+    assert server.send(proxy, Tokens("r", 0, [1])) == ["sent"]
     async with asyncio.timeout(5):
         assert await second.receive() == Tokens("r", 0, [1])
     for closing in (first, second, server):

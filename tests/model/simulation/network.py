@@ -20,6 +20,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from broker.cluster.registry import RECORD_TTL_S
+from broker.cluster.rpc import Outcome
 from broker.handoff.channels import ChannelName
 from broker.transports.base import make_decode
 from broker.transports.checksums import with_checksum
@@ -249,15 +250,14 @@ class SimulatedServer:
     async def receive(self) -> tuple[bytes, ToWorker]:
         return await self.received.get()
 
-    def send(self, proxy: bytes, message: FromWorker | Heartbeat) -> bool:
+    def send(self, proxy: bytes, *messages: FromWorker | Heartbeat) -> list[Outcome]:
         connection = self._network.connections.get(proxy)
         if connection is None or connection.closed:
-            return False
+            return ["gone"] * len(messages)
         if self._network.epochs.get(self.worker[0]) == self.worker[1]:
-            told = decode_from_worker(encode(message))
-            if not isinstance(told, Heartbeat):
-                connection.to_proxy.append(told)
-        return True
+            told = [decode_from_worker(encode(message)) for message in messages]
+            connection.to_proxy.extend(message for message in told if not isinstance(message, Heartbeat))
+        return ["sent"] * len(messages)
 
 
 class SimulatedClient:

@@ -142,9 +142,9 @@ async def test_what_a_worker_says_that_is_no_message_is_counted_and_changes_noth
     decoder.pause_after = 2
     stream = await rig.chat(stream=True)
     await _progressed(rig, 2)
-    for junk in ([b"\xc1"], [b"two", b"frames"], [b""]):
+    for junk in ([b"\xc1"], [b"two", b"at once"], [b""]):
         await decoder.server._socket.send_multipart([decoder.proxies[-1], *junk])
-    await eventually(lambda: rig.count("invalid_replies_total") == 3)
+    await eventually(lambda: rig.count("invalid_replies_total") == 4)
     decoder.resume.set()
     assert (await gather(stream))[0] == {0: "a red sign"}
 

@@ -17,10 +17,11 @@ from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
 from broker.cluster import rpc
-from broker.cluster.rpc import connection_id
+from broker.cluster.rpc import Outcome, WorkerServer, connection_id
 from broker.handoff.channels import FIELD, GROUP, stream_key
 from broker.transports.tensors import addresses_by_scheme
 from broker.transports.zmq.wire import PIECE_BYTES, First
+from common.errors import ErrorInfo
 from common.hashing import content_hash
 from common.messages import (
     Abort,
@@ -397,6 +398,38 @@ async def test_a_request_whose_answer_is_too_large_to_be_sent_ends_and_leaves_no
     await eventually(lambda: any(message.done for message in setting.worker.of(Tokens, "small")))
     await eventually(setting.is_idle)
     assert setting.worker.of(Tokens, "large") == []
+
+
+async def test_the_tokens_of_a_step_travel_together(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    together: list[tuple[str, ...]] = []
+    send = WorkerServer.send
+
+    def noted(server: WorkerServer, proxy: bytes, *messages: Any) -> list[Outcome]:
+        together.append(tuple(message.request_id for message in messages if isinstance(message, Tokens)))
+        return send(server, proxy, *messages)
+
+    monkeypatch.setattr(WorkerServer, "send", noted)
+    ids = TextProcessor(load_model_info("signpost")).render_chat([{"role": "user", "content": "Which colours?"}])
+    sampling = SamplingParams(max_tokens=200, ignore_eos=True)
+    for name in ("a", "b"):
+        setting.worker.proxy.send(Generate(name, ids, [], sampling))
+    for name in ("a", "b"):
+        await eventually(lambda name=name: any(message.done for message in setting.worker.of(Tokens, name)))
+        messages = setting.worker.of(Tokens, name)
+        assert [message.offset for message in messages] == list(range(200))
+    assert {"a", "b"} in map(set, together)
+
+
+async def test_tokens_leave_before_the_error_that_ends_their_request(setting: Setting) -> None:
+    ids = TextProcessor(load_model_info("signpost")).render_chat([{"role": "user", "content": "Which colours?"}])
+    setting.worker.proxy.send(Generate("r", ids, [], SamplingParams(max_tokens=50, ignore_eos=True), attempt=1))
+    await setting.worker.one(Tokens, "r")
+    last, error = Tokens("r", 1000, [1], attempt=1), Failed("r", ErrorInfo("internal_error", "broken"), 1)
+    setting.worker.role._handle_events([last, error, Tokens("r", 1001, [1], attempt=1)])
+    await setting.worker.one(Failed, "r")
+    assert setting.worker.answers[-2:] == [last, error]
+    await eventually(setting.is_idle)
+    assert setting.worker.answers[-1] == error
 
 
 async def test_a_resumed_request_goes_on_as_if_it_had_never_moved(setting: Setting) -> None:
