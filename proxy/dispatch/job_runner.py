@@ -31,8 +31,8 @@ from proxy.dispatch.prefill_dispatcher import PrefillDispatcher
 from proxy.dispatch.progress import BACKOFF_S, Action, Deadlines, Progress
 from proxy.dispatch.worker import Worker, WorkerEvent
 
-MAX_UNREAD: Final = 4096
-"""Limit of unread messages of a job: beyond, the client does not read."""
+MAX_UNREAD: Final = 8192
+"""Limit of unread messages of a job, beyond which the client does not read. BURST_S brings fewer."""
 MAX_MOVES: Final = 3
 """Decoders that one request may outlive."""
 INQUIRY_S: Final = 5.0
@@ -57,12 +57,13 @@ class JobRunner:
         self._runners = runners
         self._context = context
         self._deadline_s = deadline_s
-        self._events: asyncio.Queue[tuple[Worker, Event] | Action] = asyncio.Queue()  # an action: a deadline is due
-        self._news: deque[Tokens] = deque()
+        self._events: deque[tuple[Worker, Event] | Action] = deque()  # an action: a deadline is due
+        self._arrived = asyncio.Event()
+        self._news: dict[int, list[Tokens]] = {}  # of each sequence
         self._progress = Progress(job.sampling)
         self._cache_keys = cache_keys(job)
         self._attempts = itertools.count(1)
-        self._deadlines = Deadlines(self._events.put_nowait)
+        self._deadlines = Deadlines(self._add_event)
         self._encode = EncodeDispatcher(job, context, self._deadlines)
         self._prefill = PrefillDispatcher(job, self._cache_keys, context, self._encode, self._attempts, self._deadlines)
         self._decoder: Worker | None = None
@@ -78,15 +79,18 @@ class JobRunner:
         """Add a message or an event of a worker. With too many unread the job ends; a later reader gets an error."""
         if self._ended:
             return
-        self._events.put_nowait((worker, event))
-        if self._events.qsize() > MAX_UNREAD:
+        self._add_event((worker, event))
+        if len(self._events) > MAX_UNREAD:
             self._abandon()
+
+    def _add_event(self, event: tuple[Worker, Event] | Action) -> None:
+        self._events.append(event)
+        self._arrived.set()
 
     def _abandon(self) -> None:
         log.warning("nobody reads the tokens, request ends", request=self._job.request_id, unread=MAX_UNREAD)
         self._context.metrics.unread_answers.inc()
-        while not self._events.empty():
-            self._events.get_nowait()
+        self._events.clear()
         self._end()
 
     def uses(self, worker: Worker) -> bool:
@@ -109,8 +113,10 @@ class JobRunner:
                     self._move("no_encoder", abort=True)  # to where the inputs can be encoded
                 else:
                     await self._step()
-                while self._news:
-                    tokens = self._news.popleft()
+                    self._take_waiting_tokens()
+                news, self._news = self._news, {}
+                for pieces in news.values():
+                    tokens = Tokens.joined(pieces) if len(pieces) > 1 else pieces[0]
                     if tokens.spans:
                         context.timelines.add(request_id, tokens.spans)
                     yield tokens
@@ -127,12 +133,15 @@ class JobRunner:
 
     async def _step(self) -> None:
         """Handle the next event or due deadline."""
-        if self._ended:
-            text = f"more than {MAX_UNREAD} pieces of the answer were not read: it was ended"
-            raise TriptychError("timeout", text)
         if time.monotonic() >= self._deadline_s:  # before all events: a worker may never cease to send them
             self._time_out()
-        event = await self._events.get()
+        while not self._events:
+            if self._ended:
+                text = f"more than {MAX_UNREAD} pieces of the answer were not read: it was ended"
+                raise TriptychError("timeout", text)
+            self._arrived.clear()
+            await self._arrived.wait()
+        event = self._events.popleft()
         if not isinstance(event, tuple):
             event()
             return
@@ -168,7 +177,20 @@ class JobRunner:
             self._encode.read(worker)  # tokens need all inputs, whatever encoders still report
         news = self._progress.accept(message)
         if news is not None:
-            self._news.append(news)
+            self._tell([news])
+
+    def _tell(self, news: list[Tokens]) -> None:
+        for tokens in news:
+            self._news.setdefault(tokens.index, []).append(tokens)
+
+    def _take_waiting_tokens(self) -> None:
+        """Handle the tokens that wait next: where the client or this proxy lags behind, a sequence has several."""
+        while self._events and not self._progress.done:
+            event = self._events[0]
+            if not isinstance(event, tuple) or not isinstance(event[1], Tokens):
+                return
+            self._events.popleft()
+            self._on_tokens(event[0], event[1])
 
     def _on_needed(self, worker: Worker, message: InputNeeded) -> None:
         decodes = self._decodes(worker, message.request_attempt)
@@ -186,7 +208,7 @@ class JobRunner:
             self._on_prefill_lost(message.error, "prefill_error")
             return
         self._prefill.finish()
-        self._news += self._progress.prefilled(message.prompt_logprobs)
+        self._tell(self._progress.prefilled(message.prompt_logprobs))
 
     def _on_failed(self, worker: Worker, message: Failed) -> None:
         error = message.error
@@ -227,7 +249,7 @@ class JobRunner:
 
         Raises as `_place` does, and after MAX_MOVES.
         """
-        self._news += self._progress.close(self._job.enough)
+        self._tell(self._progress.close(self._job.enough))
         self._withdraw(abort=abort)
         if self._progress.done:
             return

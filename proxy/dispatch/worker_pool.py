@@ -26,8 +26,8 @@ POLL_S: Final = 0.5
 """How often to look at the registry where it says nothing: of the dead, and where the broker was away."""
 ABSENCE_S: Final = 2.0
 """Absence from the registry after which a worker is gone."""
-BURST_MESSAGES: Final = 64
-"""Messages received from a worker before the jobs have a turn."""
+BURST_S: Final = 0.02
+"""Time for the waiting messages of a worker before the jobs have a turn, and find several tokens."""
 TOGETHER_S: Final = 0.25
 """Wait of a connected worker for others with a connection under way."""
 LAST_WORDS_MS: Final = 200
@@ -298,7 +298,8 @@ class WorkerPool:
     async def _receive(self, worker: Worker) -> None:
         """Hand on the worker's messages, until another process turns out to have the address."""
         while True:
-            for _ in range(BURST_MESSAGES):  # waiting messages are received without a pause
+            until_s = time.monotonic() + BURST_S
+            while time.monotonic() < until_s:
                 try:
                     message = await worker.client.receive()
                 except TriptychError as error:

@@ -3,7 +3,7 @@
 An endpoint is an async generator of payloads. The first payload decides: a `Response` is the whole answer, `Sse` starts
 a stream. Nothing is sent before the first payload, so an error gets its real status.
 
-A streamed token of a chat passes three generators (of a completion four, by `merged`; of a recording six, by
+A streamed token of a chat passes three generators (of a completion four, by `merge_streams`; of a recording six, by
 `Speech`), each of which closes the generator below in its own `finally`:
 
     JobRunner.tokens -> TextStream.deltas -> the endpoint -> EventStream._send (writes to the client)

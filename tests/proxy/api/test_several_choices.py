@@ -180,5 +180,5 @@ async def test_usage_can_come_with_every_chunk(rig):
     chunks = events(await rig.http.post("/v1/completions", json=body))
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
-    assert counts[0] == 1
+    assert counts[0] >= 1
     assert chunks[-1]["choices"] == []

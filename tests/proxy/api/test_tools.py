@@ -165,7 +165,7 @@ async def test_a_named_call_is_its_arguments(tool_rig, stream):
     if stream:
         message, chunks = await streamed(tool_rig, **fields)
         assert message["calls"] == [["get_weather", '{"city":"Rome"}']]
-        assert len(chunks) > 4
+        assert len(chunks) >= 2
     else:
         choice = (await ask(tool_rig, **fields)).choices[0]
         assert choice.message.tool_calls[0].function.arguments == '{"city":"Rome"}'
@@ -320,7 +320,7 @@ async def test_an_answer_of_a_given_form_is_streamed_as_text_whatever_it_looks_l
         answers(rig, text)
         message, chunks = await streamed(rig, response_format={"type": "json_object"})
         assert (message["content"], message["calls"], chunks[-1].choices[0].finish_reason) == (text, [], "stop")
-        assert len(chunks) > 4
+        assert len(chunks) >= 2
 
 
 async def test_settings_turn_parsers_off(serve, long_text_model):

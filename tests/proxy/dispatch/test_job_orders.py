@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -35,6 +36,7 @@ from common.messages import (
     ToWorker,
 )
 from common.sampling_params import SamplingParams
+from proxy.api.merge import merge_streams
 from proxy.dispatch import job_runner, progress
 from proxy.dispatch.context import DispatchContext
 from proxy.dispatch.job_runner import JobRunner
@@ -286,15 +288,73 @@ def test_tokens_come_once_and_nothing_is_left(
 async def test_a_worker_that_never_ceases_to_send_does_not_outlive_the_deadline() -> None:
     world = World(["prefill_decode"], num_inputs=0, prompt_logprobs=False)
     await _settle(world)
-    for _ in range(4):
-        world.sims[0].say(Tokens("r", 0, [1], attempt=1))
+    world.sims[0].say(Tokens("r", 0, [1], attempt=1))
+    for _ in range(3):
+        world.sims[0].say(Failed("r", BUSY, attempt=-1))
     world.runner._deadline_s = time.monotonic()
     await _settle(world)
     error = world.task.exception()
     assert isinstance(error, TriptychError)
     assert error.info.code == "timeout"
     assert len(world.got) == 1, "it was waited for"
-    assert not world.runner._events.empty()
+    assert world.runner._events
+
+
+async def test_tokens_that_wait_are_read_as_one_message_per_sequence() -> None:
+    world = World(["prefill_decode"], num_inputs=0, prompt_logprobs=False)
+    world.runner._progress = progress.Progress(SamplingParams(max_tokens=8, n=2))
+    await _settle(world)
+    one, two = TokenLogprob(1, -0.5, 1), TokenLogprob(2, -0.25, 1)
+    for message in (
+        Tokens("r", 0, [1], attempt=1, logprobs=[one], prompt_logprobs=[None]),
+        Tokens("r", 0, [7], attempt=1, index=1),
+        Tokens("r", 0, [1], attempt=1, logprobs=[one]),  # told twice
+        Tokens("r", 1, [2], "stop", attempt=1, logprobs=[two], num_cached_tokens=5),
+        Tokens("r", 1, [8], "length", attempt=1, index=1, done=True),
+    ):
+        world.sims[0].say(message)
+    await world.task
+    assert world.got == [
+        Tokens("r", 0, [1, 2], "stop", attempt=1, logprobs=[one, two], prompt_logprobs=[None], num_cached_tokens=5),
+        Tokens("r", 0, [7, 8], "length", attempt=1, index=1, done=True),
+    ]
+
+
+async def test_a_job_of_many_sequences_that_is_read_lags_behind_without_being_ended() -> None:
+    """A proxy that was stopped for a while finds more than MAX_UNREAD messages, and its reader takes some at a time."""
+    num_sequences, length, burst = 128, 150, 4096
+    world = World(["prefill_decode"], num_inputs=0, prompt_logprobs=False)
+    world.runner._progress = progress.Progress(SamplingParams(max_tokens=length, n=num_sequences))
+    world.task.cancel()
+    counts: Counter[int] = Counter()
+
+    async def read() -> None:
+        async with aclosing(merge_streams([world.runner.tokens()])) as merged:
+            async for _, tokens in merged:
+                counts[tokens.index] += len(tokens.token_ids)
+
+    reading = asyncio.create_task(read())
+    await _settle(world)
+    for number in range(num_sequences * length):
+        place, index = divmod(number, num_sequences)
+        done = number == num_sequences * length - 1
+        reason: FinishReason | None = "length" if place == length - 1 else None
+        world.sims[0].say(Tokens("r", place, [1], reason, index=index, done=done, attempt=world.runner._attempt))
+        if number % burst == burst - 1:
+            await asyncio.sleep(0)
+    await reading
+    assert counts == dict.fromkeys(range(num_sequences), length)
+
+
+async def test_tokens_that_came_before_an_error_are_told_before_it() -> None:
+    world = World(["prefill_decode"], num_inputs=0, prompt_logprobs=False)
+    await _settle(world)
+    for place in range(2):
+        world.sims[0].say(Tokens("r", place, [place], attempt=1))
+    world.sims[0].say(Failed("r", ErrorInfo("internal_error", "broken"), 1))
+    with pytest.raises(TriptychError, match="broken"):
+        await world.task
+    assert [tokens.token_ids for tokens in world.got] == [[0, 1]]
 
 
 async def test_an_answer_that_had_come_whole_is_told_however_many_decoders_were_lost() -> None:
@@ -359,7 +419,7 @@ async def test_what_had_come_when_a_deadline_was_due_may_have_kept_it() -> None:
     for _ in range(2):
         await runner._step()
         assert encoder.encodes == {}, "it is not asked again for what it has done"
-    assert runner._events.empty()
+    assert not runner._events
     decoder.say(Failed("r", BUSY, attempt=-1))
     runner._deadlines.set(item, 0.0, partial(runner._encode._place, item))
     await _settle(world)
@@ -368,7 +428,7 @@ async def test_what_had_come_when_a_deadline_was_due_may_have_kept_it() -> None:
     assert encoder.encodes == {}
     await runner._step()
     assert list(encoder.encodes) == [0]
-    assert runner._events.qsize() == 1
+    assert len(runner._events) == 1
 
 
 async def test_what_a_worker_needed_in_an_earlier_attempt_is_not_sent_again() -> None:

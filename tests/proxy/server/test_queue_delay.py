@@ -310,7 +310,7 @@ async def test_a_client_that_reads_nothing_is_ended_and_disturbs_nobody(serve, m
             await eventually(lambda: bool(decoder.of(Abort)))
             assert len(decoder.of(Generate)) == 1
             assert rig.count("unread_answers_total") == rig.count("aborts_total") == 1
-            assert unread._events.empty()
+            assert not unread._events
             assert len(unread._progress._sequences[0].token_ids) < count
             assert rig.service.pool.workers("prefill_decode")[0].load.requests == 0
             del decoder.messages
