@@ -13,7 +13,7 @@ import typer
 from common.errors import TriptychError, invalid
 from common.messages import WorkerRole
 from launch.cli import members_commands
-from launch.cli.options import Url, takes_settings
+from launch.cli.options import ModelArgument, Url, takes_settings
 from launch.cluster.configure import Flags, load_settings
 from launch.terminal import commands
 
@@ -30,6 +30,8 @@ app = typer.Typer(
 Platform = Literal["here", "ray"]
 Model = Annotated[str | None, typer.Option(help="Hub id, folder, or bundled model.", show_default="signpost")]
 FollowParent = Annotated[bool, typer.Option("--follow-parent", hidden=True)]
+OF_A_PROCESS = ("broker", "cluster", "instance_id", "host", "advertise_host", "Keys", "Logs")
+"""Settings of a process that is run alone: a worker, or the proxy."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -64,9 +66,7 @@ def triptych(
 @takes_settings("topology", "host", "port", "broker", "cluster", "Keys", "API", "Engine", "Logs")
 def serve(
     flags: Flags,
-    model: Annotated[
-        str | None, typer.Argument(help="Hub id, folder, or bundled model.", show_default="signpost")
-    ] = None,
+    model: ModelArgument = None,
     start_timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Longest wait until all is ready.")] = 300.0,
     on: Annotated[Platform, typer.Option(help="Where the workers run: here, or as replicas of Ray Serve.")] = "here",
 ) -> None:
@@ -97,7 +97,7 @@ def serve(
 
 
 @app.command()
-@takes_settings("broker", "cluster", "instance_id", "host", "advertise_host", "Keys", "Engine", "Logs")
+@takes_settings(*OF_A_PROCESS, "Engine")
 def worker(
     flags: Flags,
     role: Annotated[WorkerRole, typer.Option(help="What this process does.")],
@@ -132,20 +132,7 @@ def worker(
 
 
 @app.command()
-@takes_settings(
-    "host",
-    "port",
-    "broker",
-    "cluster",
-    "instance_id",
-    "advertise_host",
-    "Keys",
-    "API",
-    "engine.max_model_len",
-    "lora_modules",
-    "handoff_timeout_s",
-    "Logs",
-)
+@takes_settings(*OF_A_PROCESS, "port", "API", "engine.max_model_len", "lora_modules", "handoff_timeout_s")
 def proxy(flags: Flags, model: Model = None, follow_parent: FollowParent = False) -> None:
     """Run the OpenAI API alone, as a container or another host runs it. Needs no torch.
 

@@ -17,6 +17,7 @@ from launch.cluster.configure import Flags
 if TYPE_CHECKING:
     from common.config import SettingInfo
 
+ModelArgument = Annotated[str | None, typer.Argument(help="Hub id, folder, or bundled model.", show_default="signpost")]
 Url = Annotated[
     str | None,
     typer.Option(help="URL of the API, without /v1.", show_default="the cluster that runs here, or port 8000"),

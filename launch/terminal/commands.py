@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from launch.cli.options import Url, takes_settings
+from launch.cli.options import ModelArgument, Url, takes_settings
 from launch.cluster.configure import Flags, load_settings
 
 Level = Annotated[str, typer.Option(metavar="debug|info|warning|error|critical", help="Least level of the lines.")]
@@ -16,9 +16,7 @@ Level = Annotated[str, typer.Option(metavar="debug|info|warning|error|critical",
 @takes_settings("topology", "host", "port", "broker", "engine.device", "engine.dtype")
 def doctor(
     flags: Flags,
-    model: Annotated[
-        str | None, typer.Argument(help="Hub id, folder, or bundled model.", show_default="signpost")
-    ] = None,
+    model: ModelArgument = None,
     json: Annotated[bool, typer.Option("--json", help="The findings as JSON.")] = False,
 ) -> None:
     """Look at machine, packages, GPU, ports, broker and model, and say what to do. Nothing is downloaded.
