@@ -11,18 +11,17 @@ _SIGNS: Final = re.compile(r'["\\\[\]{}]')
 class JsonValue:
     """Looks for the end of an object or a list that begins at `begin`. Every character is looked at once.
 
-    `end` is the index behind the value, None while it goes on. The value need not be valid JSON.
+    The value need not be valid JSON. Its end is told once.
     """
 
     def __init__(self, begin: int) -> None:
-        self.end: int | None = None
         self._next = begin
         self._depth = 0
         self._in_string = False
 
     def grow(self, text: str) -> int | None:
-        """Look at the new characters of `text`, which begins as before, and return `end`."""
-        while self.end is None and (found := _SIGNS.search(text, self._next)):
+        """Return the index behind the value in `text`, which begins as before; None while the value goes on."""
+        while found := _SIGNS.search(text, self._next):
             sign, self._next = found.group(), found.end()
             if sign == "\\":
                 if self._next == len(text):  # the escaped character is still to come
@@ -34,7 +33,6 @@ class JsonValue:
             elif not self._in_string:
                 self._depth += 1 if sign in "[{" else -1
                 if self._depth <= 0:
-                    self.end = self._next
-        if self.end is None:
-            self._next = max(self._next, len(text))
-        return self.end
+                    return self._next
+        self._next = max(self._next, len(text))
+        return None
