@@ -33,21 +33,13 @@ from proxy.server.limits import RequestTickets
 from proxy.server.request_context import Payload, RequestContext, Sse
 from proxy.service import Service
 
-_PLACEHOLDERS: Final[dict[str, dict[str, str]]] = {
-    "image_url": {"type": "image"},
-    "input_audio": {"type": "audio", "audio": ""},
-    "audio_url": {"type": "audio", "audio": ""},
-    "video_url": {"type": "video"},
+_MEDIA: Final[dict[str, tuple[MediaKind, dict[str, str]]]] = {
+    "image_url": ("image", {"type": "image"}),
+    "input_audio": ("audio", {"type": "audio", "audio": ""}),
+    "audio_url": ("audio", {"type": "audio", "audio": ""}),
+    "video_url": ("video", {"type": "video"}),
 }
-"""Media in chat templates, which look for the type or for a key named like the media."""
-
-
-_KINDS: Final[dict[str, MediaKind]] = {
-    "image_url": "image",
-    "input_audio": "audio",
-    "audio_url": "audio",
-    "video_url": "video",
-}
+"""Kind of a part, and its form in chat templates, which look for the type or for a key named like the media."""
 
 
 async def chat_completions(service: Service, context: RequestContext) -> AsyncGenerator[Payload]:
@@ -205,17 +197,16 @@ def collect_media(messages: list[Message], kinds: Sequence[MediaKind], model: st
     sources = []
     for i, message in enumerate(messages):
         for j, part in enumerate(message.content if isinstance(message.content, list) else []):
-            where = f"messages[{i}].content[{j}]"
-            if not isinstance(part, TextPart):
-                given, name = getattr(part, part.type), "data" if part.type == "input_audio" else "url"
-                source = MediaSource(_KINDS[part.type], f"{where}.{part.type}.{name}", **{name: getattr(given, name)})
-                setattr(given, name, "")  # the base64 of a video would last as long as the answer
-                sources.append(source)
-    for source in sources:
-        if source.kind not in kinds:
-            takes = f"{' and '.join(kinds)} input only" if kinds else "text only"
-            message_text = f"{source.param}: {model} takes {takes}, not {source.kind} input"
-            raise invalid(message_text, source.param)
+            if isinstance(part, TextPart):
+                continue
+            kind, given = _MEDIA[part.type][0], getattr(part, part.type)
+            name = "data" if part.type == "input_audio" else "url"
+            where = f"messages[{i}].content[{j}].{part.type}.{name}"
+            if kind not in kinds:
+                takes = f"{' and '.join(kinds)} input only" if kinds else "text only"
+                raise invalid(f"{where}: {model} takes {takes}, not {kind} input", where)
+            sources.append(MediaSource(kind, where, **{name: getattr(given, name)}))
+            setattr(given, name, "")  # the base64 of a video would last as long as the answer
     return sources
 
 
@@ -229,7 +220,7 @@ def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
             content = message.content or ""
         else:
             content = [
-                {"type": "text", "text": part.text} if isinstance(part, TextPart) else _PLACEHOLDERS[part.type]
+                {"type": "text", "text": part.text} if isinstance(part, TextPart) else _MEDIA[part.type][1]
                 for part in message.content
             ]
         rendered.append({"role": role, "content": content, **_further(message)})
