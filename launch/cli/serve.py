@@ -91,7 +91,17 @@ def _example(plan: Plan) -> str:
 async def _serve(plan: Plan, console: Console, start_timeout_s: float) -> int:
     supervisor = Supervisor(plan, ConsoleReporter(console, str(plan.topology)), start_timeout_s)
     work = asyncio.ensure_future(_start_and_watch(supervisor, console))
-    asked_to_stop = _stop_on_signals(supervisor, work)
+    asked_to_stop = asyncio.Event()
+
+    def on_signal() -> None:
+        """Cancel the work on the first signal, which stops the cluster; on the second, kill all processes left."""
+        asked_to_stop.set()
+        if supervisor.stopping:
+            supervisor.kill_now()
+        else:
+            work.cancel()
+
+    on_end_signal(on_signal)
     try:
         await work
     except asyncio.CancelledError:
@@ -112,43 +122,26 @@ async def _start_and_watch(supervisor: Supervisor, console: Console) -> None:
         console.print(f"OpenAI API at [bold]{base_url}/v1[/] · page at [bold]{base_url}[/]", highlight=False)
         console.print("Ctrl-C stops it · try:", highlight=False)
         console.print(f"  {_example(plan)}", highlight=False, markup=False, soft_wrap=True)
-        with _announced(supervisor, console):
+        with contextlib.ExitStack() as stack:
+            try:  # the cluster runs even where other commands cannot find it
+                stack.enter_context(announced(_entry(supervisor)))
+            except (OSError, TriptychError) as error:
+                text = f"other commands cannot find this cluster by its name: {escape(str(error))}"
+                console.print(text, style="yellow")
             await supervisor.watch()
     finally:
         await supervisor.stop()
 
 
-@contextlib.contextmanager
-def _announced(supervisor: Supervisor, console: Console) -> Iterator[None]:
-    """Let `triptych status` and similar commands find this cluster by name. The cluster runs even if that fails."""
-    plan, key = supervisor.plan, ClusterKey.of(supervisor.plan.settings)
+def _entry(supervisor: Supervisor) -> LocalEntry:
+    """Return the entry by which `triptych status` and similar commands find this cluster by name."""
+    settings, key = supervisor.plan.settings, ClusterKey.of(supervisor.plan.settings)
     assert supervisor.broker_url is not None
-    entry = LocalEntry(
-        cluster=plan.settings.cluster,
-        base_url=plan.base_url,
+    return LocalEntry(
+        cluster=settings.cluster,
+        base_url=supervisor.plan.base_url,
         broker=supervisor.broker_url,
         cluster_key="" if key is None else key.reveal(),
-        model=plan.settings.model,
+        model=settings.model,
         logs=str(supervisor.logs or ""),
     )
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(announced(entry))
-        except (OSError, TriptychError) as error:
-            console.print(f"other commands cannot find this cluster by its name: {escape(str(error))}", style="yellow")
-        yield
-
-
-def _stop_on_signals(supervisor: Supervisor, work: asyncio.Future[None]) -> asyncio.Event:
-    """Cancel the work on the first signal, which stops the cluster; on the second, kill all processes left."""
-    asked = asyncio.Event()
-
-    def on_signal() -> None:
-        asked.set()
-        if supervisor.stopping:
-            supervisor.kill_now()
-        else:
-            work.cancel()
-
-    on_end_signal(on_signal)
-    return asked
