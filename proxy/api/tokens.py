@@ -76,14 +76,8 @@ def _encode(service: Service, body: TokenizeRequest) -> list[int]:
         return service.text.encode_prompt(body.prompt or "", "prompt", add_special_tokens=special)
     collect_media(body.messages, service.info.media_kinds, service.model_name)
     try:
-        chat = ChatRequest(
-            messages=body.messages,
-            tools=body.tools,
-            add_special_tokens=body.add_special_tokens,  # refused where it would change the template's text
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            chat_template_kwargs=body.chat_template_kwargs,
-        )
+        # Of the fields of both, `add_special_tokens` is refused where it would change the template's text.
+        chat = ChatRequest(**{name: value for name, value in body if name not in ("prompt", "return_token_strs")})
     except ValidationError as error:
         raise from_validation(error) from error
     return make_prompt(service.text, service.dialect, chat)[0]
