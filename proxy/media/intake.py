@@ -76,11 +76,7 @@ class MediaIntake:
     """Loader of media items, all items of a request at once, within the limits of the settings."""
 
     def __init__(
-        self,
-        settings: Settings,
-        fetcher: Fetcher,
-        metrics: ProxyMetrics,
-        make_cutter: Callable[[], VideoCutter] | None = None,
+        self, settings: Settings, fetcher: Fetcher, metrics: ProxyMetrics, make_cutter: Callable[[], VideoCutter]
     ) -> None:
         """`make_cutter`, for models with videos, is called with the first one: only then a helper runs. Close this."""
         self._settings = settings
@@ -128,9 +124,7 @@ class MediaIntake:
     async def _pieces(self, data: bytes, param: str, held: Reservation) -> list[MediaItem]:
         """Return the pieces of a video; `held` then covers them in place of the video."""
         self._check("video", data, param)
-        if self._cutter is None:
-            assert self._make_cutter is not None
-            self._cutter = self._make_cutter()
+        self._cutter = self._cutter or self._make_cutter()
         pieces = await self._cutter.pieces(data, param)
         held.reserve(sum(map(len, pieces)))
         held.release(len(data))

@@ -60,7 +60,7 @@ def test_drawn_urls_are_refused_wherever_they_come_from(
     monkeypatch.setattr(fetch.httpcore, "AnyIOBackend", network)
     settings, metrics = Settings(allowed_media_folder=tmp_path), ProxyMetrics()
     fetcher, held = Fetcher(settings), Reservation(ByteBudget(2**40, metrics))
-    intake = MediaIntake(settings, fetcher, metrics)
+    intake = MediaIntake(settings, fetcher, metrics, pytest.fail)  # nobody sends a video
 
     @examples(200)
     @given(urls)
