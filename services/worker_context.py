@@ -16,6 +16,7 @@ from broker.cluster.registry import HEARTBEAT_S, Registry
 from broker.cluster.rpc import Outcome, WorkerServer
 from broker.handoff.channels import ChannelName, ChannelSender, Delivery
 from broker.transports.cuda.runtime import CudaRuntime
+from broker.transports.factory import TransportContext
 from broker.transports.tensors import TensorReceiver, TensorSender
 from common.config import EngineConfig, Settings
 from common.errors import TriptychError
@@ -59,28 +60,24 @@ class WorkerContext:
 
     def tensor_receiver(self, max_bytes: int) -> TensorReceiver:
         """Open a receiver for tensors of at most `max_bytes`, by the configured transports. Needs a running loop."""
-        settings = self.settings
-        receiver = TensorReceiver(
-            self.zmq_context,
-            self.host,
-            max_bytes=max_bytes,
-            stale_s=settings.handoff_timeout_s,
-            transport=settings.transport,
-            redis=self.redis,
-            cluster=settings.cluster,
-            cuda=self.cuda,
-        )
+        means = self._transport_context()
+        receiver = TensorReceiver(means, max_bytes=max_bytes, stale_s=self.settings.handoff_timeout_s)
         self.metrics.gauges["tensors_invalid_total"] = lambda: receiver.num_invalid
         self.metrics.gauges["tensors_unfinished_total"] = lambda: receiver.num_unfinished
         return receiver
 
     def tensor_sender(self) -> TensorSender:
         """Open a sender for tensors, by the configured transports."""
-        transport = self.settings.transport
-        sender = TensorSender(self.zmq_context, self.host, transport=transport, redis=self.redis, cuda=self.cuda)
+        sender = TensorSender(self._transport_context())
         self.metrics.tallies["tensors_sent"] = lambda: sender.num_sent
         self.metrics.tallies["tensor_fallbacks"] = lambda: sender.num_fallbacks
         return sender
+
+    def _transport_context(self) -> TransportContext:
+        settings = self.settings
+        return TransportContext(
+            self.zmq_context, self.host, settings.transport, self.redis, settings.cluster, self.cuda
+        )
 
     async def find_instance(
         self, instance_id: str, seen: Callable[[str], InstanceRecord | None]

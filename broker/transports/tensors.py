@@ -17,11 +17,8 @@ from contextlib import ExitStack
 from typing import Final
 
 import msgspec
-import zmq.asyncio
-from redis.asyncio import Redis
 
 from broker.transports.base import Receiver
-from broker.transports.cuda.runtime import CudaRuntime
 from broker.transports.factory import TransportContext, make_connectors, make_device_connectors, make_receivers
 from broker.transports.payload import Payload
 from broker.transports.received import PushTarget, Received
@@ -29,7 +26,6 @@ from broker.transports.received import ReceivedTensor as ReceivedTensor
 from broker.transports.routes import Route
 from broker.transports.routes import addresses_by_scheme as addresses_by_scheme
 from broker.transports.shm.push_buffer import PushBuffer, is_worth_it
-from common.config import Transport
 from common.messages import InstanceRecord, Offer, TensorHeader
 
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int32": 4, "uint8": 1}
@@ -61,28 +57,16 @@ def change_hosts(tensor_address: str, change: Callable[[str], str]) -> str:
 
 
 class TensorReceiver:
-    """Receives tensors from any number of senders, by every transport of the setting `transport`."""
+    """Receives tensors from any number of senders, by every transport of the setting."""
 
-    def __init__(
-        self,
-        context: zmq.asyncio.Context,
-        host: str = "127.0.0.1",
-        *,
-        max_bytes: int,
-        stale_s: float = 30.0,
-        transport: Transport = "auto",
-        redis: Redis | None = None,
-        cluster: str = "triptych",
-        cuda: CudaRuntime | None = None,
-    ) -> None:
+    def __init__(self, means: TransportContext, *, max_bytes: int, stale_s: float = 30.0) -> None:
         """Bind the addresses; wants a running loop. No tensor of more than `max_bytes` is read into memory. Over ZMQ
         and NIXL, an unfinished tensor is discarded after `stale_s` (seconds) without progress.
 
-        Raises TriptychError("invalid_request") if this host lacks the transport.
+        Raises TriptychError("invalid_request") if NIXL is wanted, and does not start.
         """
         self._arrival = asyncio.Event()
         self._ready: deque[Receiver] = deque()  # that may have a tensor
-        means = TransportContext(context, host, transport, redis, cluster, cuda)
         self._receivers = make_receivers(means, max_bytes, stale_s, self._note_arrival)
         self._ready.extend(self._receivers)
         self.address = " ".join(receiver.address for receiver in self._receivers)
@@ -136,17 +120,9 @@ class TensorReceiver:
 class TensorSender:
     """Sends tensors to any number of receivers, each over its own connection."""
 
-    def __init__(
-        self,
-        context: zmq.asyncio.Context,
-        host: str = "127.0.0.1",
-        *,
-        transport: Transport = "auto",
-        redis: Redis | None = None,
-        cuda: CudaRuntime | None = None,
-    ) -> None:
-        """Listen for answers on `host`. Raises TriptychError("invalid_request") if this host lacks the transport."""
-        self._means = means = TransportContext(context, host, transport, redis, cuda=cuda)
+    def __init__(self, means: TransportContext) -> None:
+        """Listen for answers on the host of `means`, which are this sender's own."""
+        self._means = means
         self._connectors = make_connectors(means)
         self._closing = ExitStack()
         self._devices = make_device_connectors(means, self._closing)

@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 
 from broker.handoff.channels import stream_key
 from broker.transports.base import make_decode
+from broker.transports.factory import TransportContext
 from broker.transports.tensors import TensorSender
 from common.messages import (
     KV_INPUT_ID,
@@ -73,7 +74,7 @@ async def test_a_worker_outlives_messages_that_make_no_sense(
     rng = random.Random(7)
     async with in_process(broker_url, redis, zmq_context, role, handoff_timeout_s=1.0) as worker:
         shape = await worker.role.thread.call(lambda engine: list(engine.kv_receiver.offer_check.token_shape), 5.0)
-        sender = TensorSender(zmq_context)
+        sender = TensorSender(TransportContext(zmq_context))
         greedy = SamplingParams(max_tokens=2**63, n=2**63, beam_width=2**63)  # three of them: no number of 64 bits
         for request_id in IDS[:3]:
             worker.proxy.send(Generate(request_id, PROMPT, [], greedy))
@@ -98,7 +99,7 @@ async def test_an_input_under_the_number_of_keys_and_values_is_refused(
 ) -> None:
     """Else its tensor would be written as a part of them."""
     async with in_process(broker_url, redis, zmq_context, DecodeService) as worker:
-        sender, layout = TensorSender(zmq_context), InputLayout(16, [(7, 16)], (1, 4, 4))
+        sender, layout = TensorSender(TransportContext(zmq_context)), InputLayout(16, [(7, 16)], (1, 4, 4))
         sizes = [16, 192], "float32", 12288
         offer = Offer("r", KV_INPUT_ID, 0, "h", "image", *sizes, layout, "peer", time.monotonic() + 5)
         header = TensorHeader("r", KV_INPUT_ID, 0, "peer", 7, *sizes)

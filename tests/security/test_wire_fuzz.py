@@ -15,6 +15,7 @@ import zmq
 from broker.cluster.curve import ClusterContext
 from broker.cluster.rpc import WorkerServer
 from broker.handoff.channels import ChannelReader, stream_key
+from broker.transports.factory import TransportContext
 from broker.transports.tensors import TensorReceiver, payload_fault
 from common.errors import TriptychError
 from common.messages import Abort, Grant, Offer, TensorHeader, decode_handoff, encode
@@ -93,7 +94,7 @@ async def test_the_request_socket_survives(make_context, key):
 
 async def test_the_tensor_socket_survives(make_context, key):
     context: ClusterContext = make_context(key)
-    receiver = TensorReceiver(context, max_bytes=2**20, transport="zmq")
+    receiver = TensorReceiver(TransportContext(context, transport="zmq"), max_bytes=2**20)
     address = next(a for a in receiver.address.split() if a.startswith("tcp://"))
     hostile_member = make_client(context, address)
     rng = random.Random(SEED)

@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 from broker.cluster.registry import Registry
 from broker.cluster.rpc import WorkerClient
 from broker.handoff.channels import ChannelName, ChannelReader, ChannelSender, Delivery
+from broker.transports.factory import TransportContext
 from broker.transports.received import PushTarget
 from broker.transports.tensors import ReceivedTensor, TensorReceiver, TensorSender
 from common.config import EngineConfig, Settings
@@ -139,8 +140,8 @@ class Peer:
         receives = role in ("prefill_decode", "decode")
         names: tuple[ChannelName, ...] = ("metadata",) if receives else ("allocated", "injected")
         self._reader = ChannelReader(redis, CLUSTER, self.instance_id, names)
-        self._receiver = TensorReceiver(zmq_context, max_bytes=2**26)
-        self.tensors = TensorSender(zmq_context)
+        self._receiver = TensorReceiver(TransportContext(zmq_context), max_bytes=2**26)
+        self.tensors = TensorSender(TransportContext(zmq_context))
         self.received: list[HandoffMessage] = []
         self.record = msgspec.structs.replace(
             worker, instance_id=self.instance_id, role=role, epoch=7, tensor_address=self._receiver.address

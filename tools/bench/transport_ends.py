@@ -23,6 +23,7 @@ from broker.cluster.redis_client import connect
 from broker.transports.cuda.library import CudaLibrary
 from broker.transports.cuda.receiver import SCHEME as CUDA_SCHEME
 from broker.transports.cuda.runtime import CudaError
+from broker.transports.factory import TransportContext
 from broker.transports.nixl.agent import module_name
 from broker.transports.nixl.memory import CUDA_SCHEME as NIXL_CUDA_SCHEME
 from broker.transports.payload import DeviceBuffer
@@ -63,7 +64,7 @@ class TensorSink:
 
     def __init__(self, transport: Transport, broker: str, *, copies: bool) -> None:
         self._receiver = TensorReceiver(
-            zmq.asyncio.Context(), max_bytes=MAX_BYTES, transport=transport, redis=connect(broker)
+            TransportContext(zmq.asyncio.Context(), transport=transport, redis=connect(broker)), max_bytes=MAX_BYTES
         )
         self.address = self._receiver.address
         self._targets = [bytearray() for _ in range(NUM_TARGETS)] if copies else []
@@ -89,7 +90,7 @@ class TensorSource:
 
     def __init__(self, transport: Transport, address: str, broker: str = "", cuda: CudaLibrary | None = None) -> None:
         self._context, redis = zmq.asyncio.Context(), connect(broker) if broker else None
-        self._sender = TensorSender(self._context, transport=transport, redis=redis, cuda=cuda)
+        self._sender = TensorSender(TransportContext(self._context, transport=transport, redis=redis, cuda=cuda))
         self._record = InstanceRecord("sink", "prefill_decode", 1, "", "", "uint8", "", "", tensor_address=address)
 
     async def send(self, header: TensorHeader, data: memoryview | DeviceBuffer) -> None:
@@ -106,7 +107,9 @@ class CudaSink:
     def __init__(self, transport: Transport, scheme: str) -> None:
         self._cuda = CudaLibrary()
         context = zmq.asyncio.Context()
-        self._receiver = TensorReceiver(context, max_bytes=MAX_BYTES, transport=transport, cuda=self._cuda)
+        self._receiver = TensorReceiver(
+            TransportContext(context, transport=transport, cuda=self._cuda), max_bytes=MAX_BYTES
+        )
         self.address = addresses_by_scheme(self._receiver.address)[scheme]
         self._stream = self._cuda.make_stream()
         self._target, self._target_bytes = 0, 0

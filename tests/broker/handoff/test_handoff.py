@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 from broker.cluster.registry import ABSENCE_S, BLIND_S, HEARTBEAT_S
 from broker.handoff.channels import ChannelReader, ChannelSender, Delivery
 from broker.handoff.sender import MAX_SENDS, Handoff, HandoffSender, Part, key_of
+from broker.transports.factory import TransportContext
 from broker.transports.tensors import TensorReceiver, TensorSender
 from common.errors import ErrorInfo, TriptychError
 from common.messages import (
@@ -76,8 +77,8 @@ class Pair:
 @pytest.fixture
 async def pair(redis: Redis, zmq_context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
     monkeypatch.setattr("broker.handoff.sender.REPEAT_S", 60.0)  # nothing is said twice but where a test wants it
-    channels, tensors = ChannelSender(redis, "c"), TensorSender(zmq_context)
-    receiver = TensorReceiver(zmq_context, max_bytes=2**20)
+    channels, tensors = ChannelSender(redis, "c"), TensorSender(TransportContext(zmq_context))
+    receiver = TensorReceiver(TransportContext(zmq_context), max_bytes=2**20)
     reader = ChannelReader(redis, "c", "d0", ("metadata",))
     await reader.open()
     sender = HandoffSender(channels, tensors, timeout_s=2.0)

@@ -14,6 +14,7 @@ import msgspec
 import zmq.asyncio
 from redis.asyncio import Redis
 
+from broker.transports.factory import TransportContext
 from broker.transports.payload import DeviceBuffer, Payload
 from broker.transports.tensors import ReceivedTensor, TensorReceiver, TensorSender, addresses_by_scheme
 from common.config import Transport
@@ -29,20 +30,20 @@ DEVICE_SCHEMES = {"cuda": "cuda+unix", "nixl+cuda": "nixl+cuda+tcp"}
 def make_receiver(context: zmq.asyncio.Context, transport: Way, redis: Redis | None, max_bytes: int) -> TensorReceiver:
     if transport == "cuda" or transport == "nixl+cuda":
         return DeviceReceiver(context, FakeCuda(), max_bytes, transport)
-    return TensorReceiver(context, max_bytes=max_bytes, transport=transport, redis=redis)
+    return TensorReceiver(TransportContext(context, transport=transport, redis=redis), max_bytes=max_bytes)
 
 
 def make_sender(context: zmq.asyncio.Context, transport: Way, redis: Redis | None) -> TensorSender:
     if transport == "cuda" or transport == "nixl+cuda":
         return DeviceSender(context, FakeCuda(), transport)
-    return TensorSender(context, transport=transport, redis=redis)
+    return TensorSender(TransportContext(context, transport=transport, redis=redis))
 
 
 class DeviceSender(TensorSender):
     """Sends what lies on a GPU."""
 
     def __init__(self, context: zmq.asyncio.Context, fake: FakeCuda, way: Literal["cuda", "nixl+cuda"]) -> None:
-        super().__init__(context, transport=_setting_of(way), cuda=fake)
+        super().__init__(TransportContext(context, transport=_setting_of(way), cuda=fake))
         self._fake = fake
 
     async def send(self, receiver: InstanceRecord, header: TensorHeader, data: Payload, timeout_s: float) -> None:
@@ -57,7 +58,7 @@ class DeviceReceiver(TensorReceiver):
     def __init__(
         self, context: zmq.asyncio.Context, fake: FakeCuda, max_bytes: int, way: Literal["cuda", "nixl+cuda"]
     ) -> None:
-        super().__init__(context, max_bytes=max_bytes, transport=_setting_of(way), cuda=fake)
+        super().__init__(TransportContext(context, transport=_setting_of(way), cuda=fake), max_bytes=max_bytes)
         self.address = addresses_by_scheme(self.address)[DEVICE_SCHEMES[way]]
         self._fake = fake
 

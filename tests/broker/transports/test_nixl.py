@@ -19,6 +19,7 @@ import zmq.asyncio
 from structlog.testing import capture_logs
 
 from broker.transports import factory as choice
+from broker.transports.factory import TransportContext
 from broker.transports.nixl import agent as nixl_agent
 from broker.transports.nixl import sender as nixl_sender
 from broker.transports.nixl.agent import HostMemory, NixlAgent, NixlError, RegisteredBuffer
@@ -51,8 +52,10 @@ class Ends:
         stale_s: float = 30.0,
     ) -> None:
         self.sends, self.takes = sends, takes
-        self.sender = TensorSender(context, transport=transport, cuda=sends)
-        self.receiver = TensorReceiver(context, max_bytes=2**28, stale_s=stale_s, transport=transport, cuda=takes)
+        self.sender = TensorSender(TransportContext(context, transport=transport, cuda=sends))
+        self.receiver = TensorReceiver(
+            TransportContext(context, transport=transport, cuda=takes), max_bytes=2**28, stale_s=stale_s
+        )
 
     async def send(self, data: bytes, timeout_s: float = 30) -> None:
         await self.sender.send(to(self.receiver.address), of_bytes(data), self.sends.upload(data), timeout_s)

@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 
 from broker.cluster.curve import OVERHEAD_BYTES, ClusterContext
 from broker.transports.base import QUEUE_TENSORS
+from broker.transports.factory import TransportContext
 from broker.transports.payload import ChunkedBytes
 from broker.transports.received import ReceivedTensor
 from broker.transports.tensors import TensorReceiver
@@ -288,7 +289,7 @@ async def test_larger_messages_than_there_are_do_not_get_into_memory(kit: Kit) -
 
 
 async def test_memory_of_a_dead_sender_is_let_go_of_after_a_while(kit: Kit) -> None:
-    receiver = TensorReceiver(kit.context, max_bytes=2**20, stale_s=0.3, transport="zmq")
+    receiver = TensorReceiver(TransportContext(kit.context, transport="zmq"), max_bytes=2**20, stale_s=0.3)
     receiving = asyncio.create_task(receiver.receive())
     with kit.raw(receiver) as raw:
         await send(raw, [FIRST, SECOND])

@@ -15,6 +15,7 @@ import torch
 import zmq.asyncio
 
 from broker.handoff.sender import key_of
+from broker.transports.factory import TransportContext
 from broker.transports.tensors import TensorReceiver
 from common.hashing import checksum
 from services.handoff.payloads import bytes_of, open_cuda
@@ -26,7 +27,7 @@ async def main(kind: str, transport: Any) -> None:
     device = torch.device("cuda" if kind == "cuda" else "cpu")
     cuda = open_cuda("cuda") if kind == "cuda" else FakeCuda()
     assert cuda is not None
-    receiver = TensorReceiver(zmq.asyncio.Context(), max_bytes=2**28, transport=transport, cuda=cuda)
+    receiver = TensorReceiver(TransportContext(zmq.asyncio.Context(), transport=transport, cuda=cuda), max_bytes=2**28)
     landing = DeviceReceiveBuffers(cuda, device)
     print(receiver.address, flush=True)
     while True:

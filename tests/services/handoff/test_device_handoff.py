@@ -18,6 +18,7 @@ from redis.asyncio import Redis
 from broker.handoff.sender import Key, key_of
 from broker.transports.cuda import sender as cuda_transport
 from broker.transports.cuda.runtime import CudaError
+from broker.transports.factory import TransportContext
 from broker.transports.payload import DeviceBuffer, Payload
 from broker.transports.received import ReceivedTensor
 from broker.transports.tensors import TensorSender
@@ -152,7 +153,8 @@ async def test_a_part_that_could_not_be_copied_to_the_gpu_comes_again(
         size_bytes = offer.num_tokens * setting.token_bytes
         epoch, whole = (await worker.record()).epoch, [offer.num_tokens, *setting.token_shape]
         header = TensorHeader(*key_of(offer), "peer", epoch, whole, "float32", size_bytes, table="self")
-        sender, failures, copy = TensorSender(zmq_context, cuda=cuda), [CudaError("a fault")], gpu.copy
+        sender = TensorSender(TransportContext(zmq_context, cuda=cuda))
+        failures, copy = [CudaError("a fault")], gpu.copy
 
         def fail_once(target: int, source: int, num_bytes: int, stream: int) -> None:
             if failures and num_bytes == size_bytes:

@@ -13,6 +13,7 @@ import torch
 import zmq.asyncio
 
 from broker.transports.cuda.sender import ARENA_BYTES, LINK_SHARE
+from broker.transports.factory import TransportContext
 from broker.transports.payload import Payload
 from broker.transports.tensors import TensorSender
 from common.config import Transport
@@ -76,7 +77,9 @@ async def sending(request: pytest.FixtureRequest, zmq_context: zmq.asyncio.Conte
     command = [sys.executable, "-m", "tests.services.handoff.receive_buffers_peer", kind, transport]
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, cwd=ROOT)
     peer, fake = Peer(process), FakeCuda()
-    sender = TensorSender(zmq_context, transport=transport, cuda=open_cuda("cuda") if kind == "cuda" else fake)
+    sender = TensorSender(
+        TransportContext(zmq_context, transport=transport, cuda=open_cuda("cuda") if kind == "cuda" else fake)
+    )
     try:
         yield Sending(kind, transport, sender, peer, await peer.line(), fake)
     finally:

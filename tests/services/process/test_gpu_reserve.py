@@ -9,7 +9,7 @@ import pytest
 import zmq.asyncio
 from redis.asyncio import Redis
 
-from broker.transports.factory import gpu_bytes_of_nixl
+from broker.transports.factory import TransportContext, gpu_bytes_of_nixl
 from broker.transports.nixl import agent as nixl_agent
 from broker.transports.tensors import TensorReceiver, TensorSender
 from common.config import EngineConfig, Settings, Transport
@@ -53,8 +53,8 @@ async def test_nixl_counts_where_it_may_carry_what_lies_on_a_gpu(
     engine = engine_on_gpu(Settings(transport=transport), "10.0.0.5")
     assert engine.process_bytes == PROCESS_BYTES + (sends + takes) * MIB
     if transport != "nixl":  # which would start the library
-        receiver = TensorReceiver(zmq_context, max_bytes=MIB, transport=transport, cuda=FakeCuda())
-        sender = TensorSender(zmq_context, transport=transport, cuda=FakeCuda())
+        receiver = TensorReceiver(TransportContext(zmq_context, transport=transport, cuda=FakeCuda()), max_bytes=MIB)
+        sender = TensorSender(TransportContext(zmq_context, transport=transport, cuda=FakeCuda()))
         assert (DEVICE_SCHEMES["nixl+cuda"] in receiver.address) == (takes > 0)
         assert (DEVICE_SCHEMES["nixl+cuda"] in sender._devices) == (sends > 0)
         receiver.close()
