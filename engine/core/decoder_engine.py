@@ -69,12 +69,8 @@ class DecoderEngine:
             self.blocks,
             self.cache_lookup,
             self.runner.buffers,
-            config.max_num_seqs,
+            config,
             self.runner.max_model_len,
-            config.max_num_batched_tokens,
-            config.preemption,
-            None if config.itl_objective_ms is None else config.itl_objective_ms / 1e3,
-            max_loras=config.max_loras,
             whole_inputs=bool(self.runner.spec.whole_input_tokens),
         )
         self.input_receiver = InputReceiver(self.state, self.cache, offer_check.inputs, self.cache_lookup, lease_s)

@@ -16,7 +16,7 @@ import itertools
 from collections import Counter, deque
 from typing import Final
 
-from common.config import PreemptionPolicy
+from common.config import EngineConfig
 from engine.cache.block_manager import BlockManager
 from engine.scheduler.capacity import CacheLookup, Capacity
 from engine.scheduler.pace import PrefillPace
@@ -63,23 +63,20 @@ class DecoderScheduler:
         blocks: BlockManager,
         cache_lookup: CacheLookup,
         slots: InputBuffers,
-        max_num_seqs: int,
+        config: EngineConfig,
         max_model_len: int,
-        token_budget: int,
-        preemption: PreemptionPolicy = "auto",
-        itl_objective_s: float | None = None,
         *,
-        max_loras: int = 1,
         whole_inputs: bool = False,
     ) -> None:
         """With `whole_inputs` the tokens of an input are computed in one step."""
+        objective_ms = config.itl_objective_ms
         self.blocks = blocks
         self.cache_lookup = cache_lookup
         self._slots = slots
-        self.token_budget = token_budget
-        self.preemption = preemption
+        self.token_budget = config.max_num_batched_tokens
+        self.preemption = config.preemption
         self._whole_inputs = whole_inputs
-        self.pace = None if itl_objective_s == 0 else PrefillPace(itl_objective_s)
+        self.pace = None if objective_ms == 0 else PrefillPace(None if objective_ms is None else objective_ms / 1e3)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.reserved: list[Request] = []
@@ -88,8 +85,8 @@ class DecoderScheduler:
         self._first: Request | None = None  # for whom others have just given their blocks
         self._changed: list[Request] = []
         self._ready: tuple[int, Counter[int]] | None = None  # prompt tokens of this step: all, and text by priority
-        holders = self.running, self.reserved
-        self.capacity = Capacity(blocks, cache_lookup, *holders, max_num_seqs, max_model_len, max_loras)
+        limits = config.max_num_seqs, max_model_len, config.max_loras
+        self.capacity = Capacity(blocks, cache_lookup, self.running, self.reserved, *limits)
         self.counters = {"preemptions": 0, "preemptions_by_swap": 0, "inputs_covered": 0}
         self.counters |= {"prefix_queried_tokens": 0, "prefix_hit_tokens": 0}
 

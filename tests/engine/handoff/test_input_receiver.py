@@ -6,6 +6,7 @@ import msgspec
 import pytest
 import torch
 
+from common.config import EngineConfig
 from common.messages import Grant, InputLayout, InputNeeded, InputSlot, Offer, Receipt
 from common.sampling_params import SamplingParams
 from engine.cache.block_manager import BlockManager
@@ -90,7 +91,7 @@ def desk() -> IntakeHarness:
 def cover(desk: IntakeHarness, request: Request, num_cached: int) -> None:
     """As the scheduler does where the first tokens of a request are cached."""
     blocks = BlockManager(BlockPool(64), block_size=4)
-    scheduler = DecoderScheduler(blocks, CacheLookup(blocks, enabled=True), InputBuffers(4, 64, 4), 4, 64, 64)
+    scheduler = DecoderScheduler(blocks, CacheLookup(blocks, enabled=True), InputBuffers(4, 64, 4), EngineConfig(), 64)
     scheduler._cover_inputs(request, num_cached)
     desk.intake.update(scheduler.pop_changed())
 

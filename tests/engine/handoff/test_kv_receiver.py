@@ -16,6 +16,7 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from common.config import EngineConfig
 from common.messages import Grant, InputLayout, InputSlot, KvOffer, Receipt
 from common.sampling_params import SamplingParams
 from engine.cache.block_manager import BlockManager
@@ -65,7 +66,8 @@ class ReceiverMachine(RuleBasedStateMachine):
         inputs = OfferCheck(4, 100, 20, None, cross_attention=True)
         state = EngineState()
         self.inputs = InputReceiver(state, EncoderCacheManager(1000), inputs, cache_lookup, LEASE_S)
-        self.scheduler = DecoderScheduler(self.blocks, cache_lookup, InputBuffers(MAX_SEQS, 100, 4), MAX_SEQS, 100, 100)
+        config = EngineConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=100)
+        self.scheduler = DecoderScheduler(self.blocks, cache_lookup, InputBuffers(MAX_SEQS, 100, 4), config, 100)
         self.events = state.outbox
         check = KvOfferCheck(inputs, SHAPE, SHAPE, "float32")
         runner = cast(DecoderRunner, SimpleNamespace(move=lambda _: None, write_tokens=self._write))
