@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -18,6 +20,7 @@ from engine.models.quantised.names import UNREAD, check_quantised, is_quantised,
 from engine.models.quantised.weight import CodedWeight, SmallWeight, quantise_int8, stacked
 
 _ONLY_LINEAR: Final = "; only the linear layers of decoders may be quantised"
+_LISTED: Final = 8
 
 
 def load_weights(
@@ -39,24 +42,24 @@ def load_weights(
     not know.
     """
     shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+    layers = {f"{name}.weight": layer for name, layer in module.named_modules() if isinstance(layer, Linear)}
     with Checkpoint(info.folder) as checkpoint:
         check_quantised(info, checkpoint.entries, as_int8=as_int8)
         names = _local_names(checkpoint, layout)
         if tied and "lm_head.weight" in names:
             names.setdefault("embed_tokens.weight", names.pop("lm_head.weight"))
-        small = _SmallWeights(checkpoint, names, info, as_int8=as_int8)
-        layers = {f"{name}.weight": layer for name, layer in module.named_modules() if isinstance(layer, Linear)}
-        _check_names(checkpoint, names, _replaced(sources, layers, small), info)
+        weights = _Weights(checkpoint, names, info, device, dtype, as_int8)
+        weights.check_names(sources, layers)
         state, small_bytes = {}, 0
         for number, (name, parts) in enumerate(sources.items()):
             if 10 * number // len(sources) > 10 * (number - 1) // len(sources):
                 tell_phase("reading weights", 100 * number // len(sources))
-            if name in layers and small.has(parts):
-                weight = small.load(parts, shapes[name], device, dtype)
+            if name in layers and weights.are_small(parts):
+                weight = weights.load_small(parts, shapes[name])
                 layers[name].replace_weight(weight)
                 small_bytes += weight.nbytes
                 continue
-            state[name] = _load_parameter(checkpoint, names, parts, shapes[name], device, dtype)
+            state[name] = weights.load(parts, shapes[name])
         module.load_state_dict(state, assign=True)
     tell_phase("measuring memory, warming up")
     module.requires_grad_(False).eval()
@@ -71,48 +74,83 @@ def has_own_head(info: ModelInfo, layout: CheckpointLayout) -> bool:
         return len(pair) == 2 and not checkpoint.are_equal(*pair)
 
 
-class _SmallWeights:
-    """The weights of linear layers that are kept small."""
+@dataclass(frozen=True)
+class _Weights:
+    """The weights of a module in a checkpoint, where each has the name in `names`; those of linear layers may be kept
+    small."""
 
-    def __init__(self, checkpoint: Checkpoint, names: dict[str, str], info: ModelInfo, *, as_int8: bool) -> None:
-        self._checkpoint, self._names, self._how, self._as_int8 = checkpoint, names, info.quantisation, as_int8
+    checkpoint: Checkpoint
+    names: dict[str, str]
+    info: ModelInfo
+    device: torch.device
+    dtype: torch.dtype
+    as_int8: bool
 
-    def tensors(self, part: str) -> dict[str, str]:
+    def check_names(self, sources: Sources, layers: Container[str]) -> None:
+        """Raise CheckpointError for tensors that are missing or too many; `layers` may have quantised weights."""
+        needed = set[str]()
+        for name, parts in sources.items():
+            for part in parts:
+                if isinstance(part, str):
+                    needed.update((name in layers and self._quantised(part).values()) or (part,))
+        surplus = self.names.keys() - needed
+        if self.info.quantisation is not None:
+            surplus = {ours for ours in surplus if not ours.endswith(UNREAD) and not self._adds_nothing(ours)}
+        missing = sorted(needed - self.names.keys())
+        unknown = sorted(self.names[ours] for ours in surplus)
+        if missing or unknown:
+            raise CheckpointError(
+                f"the weights in {self.info.folder} are not those of {self.info.architecture} as its config.json "
+                f"describes it: missing {_listed(missing)}; unexpected {_listed(unknown)}"
+                f"{_ONLY_LINEAR if any(map(is_quantised, unknown)) else ''}"
+            )
+
+    def _adds_nothing(self, ours: str) -> bool:
+        """Return whether a tensor is a bias of zeros, which older AutoGPTQ writes for layers without a bias."""
+        base, _, role = ours.rpartition(".")
+        return role == "bias" and f"{base}.qweight" in self.names and not self.checkpoint.read(self.names[ours]).any()
+
+    def _quantised(self, part: str) -> dict[str, str]:
         """Return the local names of a part's quantised tensors by role; nothing for a plain part."""
-        return {} if self._how is None else parts_of(part.removesuffix(".weight"), self._names)
+        return {} if self.info.quantisation is None else parts_of(part.removesuffix(".weight"), self.names)
 
-    def has(self, parts: tuple[str | Zeros, ...]) -> bool:
-        return self._as_int8 or any(self.tensors(part) for part in parts if isinstance(part, str))
+    def are_small(self, parts: tuple[str | Zeros, ...]) -> bool:
+        """Return whether the weight of a linear layer, made of these parts, is kept small."""
+        return self.as_int8 or any(self._quantised(part) for part in parts if isinstance(part, str))
 
-    def load(
-        self, parts: tuple[str | Zeros, ...], shape: torch.Size, device: torch.device, dtype: torch.dtype
-    ) -> SmallWeight:
+    def load_small(self, parts: tuple[str | Zeros, ...], shape: torch.Size) -> SmallWeight:
         """Load a layer's weight; parts that the checkpoint has unquantised stay so, in `dtype`."""
-        loaded = [self._load(part, device, dtype) for part in parts if isinstance(part, str)]
+        loaded = [self._load_part(part) for part in parts if isinstance(part, str)]
         found = [tuple(one.shape) for one in loaded]
         if sum(rows for rows, _ in found) != shape[0] or any(columns != shape[1] for _, columns in found):
             needed = f"the model needs {tuple(shape)} for all together"
             raise CheckpointError(f"{' + '.join(map(str, parts))} have shapes {found}, {needed}")
         return stacked(loaded)
 
-    def _load(self, part: str, device: torch.device, dtype: torch.dtype) -> CodedWeight | Tensor:
-        tensors = self.tensors(part)
-        if self._how is not None and tensors:
-            read = {role: self._checkpoint.read(self._names[name]) for role, name in tensors.items()}
-            return decode_weight(part.removesuffix(".weight"), read, self._how).to(device)
-        plain = self._checkpoint.read(self._names[part]).to(device)
-        return quantise_int8(plain) if self._as_int8 else plain.to(dtype)
+    def _load_part(self, part: str) -> CodedWeight | Tensor:
+        how, tensors = self.info.quantisation, self._quantised(part)
+        if how is not None and tensors:
+            read = {role: self.checkpoint.read(self.names[name]) for role, name in tensors.items()}
+            return decode_weight(part.removesuffix(".weight"), read, how).to(self.device)
+        plain = self.checkpoint.read(self.names[part]).to(self.device)
+        return quantise_int8(plain) if self.as_int8 else plain.to(self.dtype)
 
-
-def _replaced(sources: Sources, layers: dict[str, Linear], small: _SmallWeights) -> Sources:
-    """Return the sources with the quantised tensors of linear layers in place of their weights."""
-    named: Sources = {}
-    for name, parts in sources.items():
-        inner = [small.tensors(part) if name in layers and isinstance(part, str) else {} for part in parts]
-        named[name] = tuple(
-            one for part, roles in zip(parts, inner, strict=True) for one in (roles.values() or (part,))
-        )
-    return named
+    def load(self, parts: tuple[str | Zeros, ...], shape: torch.Size) -> Tensor:
+        """Load a parameter, reading its parts below each other."""
+        out = torch.empty(shape, dtype=self.dtype, device=self.device)
+        row = 0
+        for part in parts:
+            if isinstance(part, Zeros):
+                out[row : row + part.rows].zero_()
+                row += part.rows
+                continue
+            entry = self.checkpoint.entries[self.names[part]]
+            rows = entry.shape[0] if len(parts) > 1 and entry.shape else len(out)
+            self.checkpoint.read_into(self.names[part], out[row : row + rows])
+            row += rows
+        if row != len(out):
+            raise CheckpointError(f"{' + '.join(map(str, parts))} have {row} rows, the model needs {len(out)}")
+        return out
 
 
 def _local_names(checkpoint: Checkpoint, layout: CheckpointLayout) -> dict[str, str]:
@@ -126,54 +164,8 @@ def _local_names(checkpoint: Checkpoint, layout: CheckpointLayout) -> dict[str, 
     return {ours: name for ours, name in local if ours is not None}
 
 
-def _check_names(checkpoint: Checkpoint, names: dict[str, str], sources: Sources, info: ModelInfo) -> None:
-    needed = {part for parts in sources.values() for part in parts if isinstance(part, str)}
-    surplus = names.keys() - needed
-    if info.quantisation is not None:
-        surplus = {ours for ours in surplus if not ours.endswith(UNREAD) and not _adds_nothing(checkpoint, names, ours)}
-    missing = sorted(needed - names.keys())
-    unknown = sorted(names[ours] for ours in surplus)
-    if missing or unknown:
-        raise CheckpointError(
-            f"the weights in {info.folder} are not those of {info.architecture} as its config.json describes it: "
-            f"missing {_listed(missing)}; unexpected {_listed(unknown)}"
-            f"{_ONLY_LINEAR if any(map(is_quantised, unknown)) else ''}"
-        )
-
-
-def _adds_nothing(checkpoint: Checkpoint, names: dict[str, str], ours: str) -> bool:
-    """Return whether a tensor is a bias of zeros, which older AutoGPTQ writes for layers without a bias."""
-    base, _, role = ours.rpartition(".")
-    return role == "bias" and f"{base}.qweight" in names and not checkpoint.read(names[ours]).any()
-
-
-def _load_parameter(
-    checkpoint: Checkpoint,
-    names: dict[str, str],
-    parts: tuple[str | Zeros, ...],
-    shape: torch.Size,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Load a parameter, reading its parts below each other."""
-    out = torch.empty(shape, dtype=dtype, device=device)
-    row = 0
-    for part in parts:
-        if isinstance(part, Zeros):
-            out[row : row + part.rows].zero_()
-            row += part.rows
-            continue
-        entry = checkpoint.entries[names[part]]
-        rows = entry.shape[0] if len(parts) > 1 and entry.shape else len(out)
-        checkpoint.read_into(names[part], out[row : row + rows])
-        row += rows
-    if row != len(out):
-        raise CheckpointError(f"{' + '.join(map(str, parts))} have {row} rows, the model needs {len(out)}")
-    return out
-
-
-def _listed(names: list[str], limit: int = 8) -> str:
+def _listed(names: list[str]) -> str:
     if not names:
         return "nothing"
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
