@@ -151,10 +151,12 @@ def size_decoder(
     Raises TriptychError("invalid_request") with all the numbers where not even one request would fit.
     """
     given = _given(config)
+    if config.kv_cache_bytes is not None and config.kv_cache_bytes < needs.block:
+        message = f"kv_cache_bytes={config.kv_cache_bytes} is less than one block of {needs.block}"
+        raise TriptychError("invalid_request", message, "kv_cache_bytes")
     if all_pools_given(config):
         kv_cache, encoder_cache, swap = config.kv_cache_bytes, config.encoder_cache_bytes, config.swap_bytes
         assert kv_cache is not None and encoder_cache is not None and swap is not None  # noqa: PT018
-        _check_kv_cache(kv_cache, needs)
         return MemoryReport(weights, None, None, False, kv_cache, encoder_cache, swap, given)
     budget = memory_budget(config, device) - beside
     step = ASSUMED_ACTIVATION_BYTES if activation is None else activation
@@ -181,7 +183,6 @@ def size_decoder(
                 "swapping": swap if device.type == "cpu" else 0,
             }
             raise _too_little(config, device, weights, budget + beside, taken, needs)
-    _check_kv_cache(kv_cache, needs)
     return MemoryReport(weights, step, budget, activation is not None, kv_cache, encoder_cache, swap, given)
 
 
@@ -194,12 +195,6 @@ def _given(config: EngineConfig) -> frozenset[str]:
         "memory_budget": config.memory_bytes,
     }
     return frozenset(name for name, size in sizes.items() if size is not None)
-
-
-def _check_kv_cache(kv_cache: int, needs: DecoderNeeds) -> None:
-    if kv_cache < needs.block:
-        message = f"kv_cache_bytes={kv_cache} is less than one block of {needs.block}"
-        raise TriptychError("invalid_request", message, "kv_cache_bytes")
 
 
 def check_encoder_budget(config: EngineConfig, device: torch.device, weights: int, budget: int, smallest: int) -> None:
