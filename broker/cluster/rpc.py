@@ -103,10 +103,11 @@ class WorkerServer:
         The request of an answer that is "too_large" has ended for its proxy, with an error "item_too_large": the rest
         of the answer is of no use.
         """
-        packed = [_pack(message) for message in messages]
-        if not _send_now(self._socket, [proxy, *(data for data, _ in packed)]):
-            return ["gone"] * len(packed)
-        return [outcome for _, outcome in packed]
+        frames, outcomes = [encode(message) for message in messages], list[Outcome](["sent"]) * len(messages)
+        for place, (message, frame) in enumerate(zip(messages, frames, strict=True)):
+            if len(frame) > MAX_FROM_WORKER_BYTES and not isinstance(message, Heartbeat):
+                frames[place], outcomes[place] = encode(_refusal(message, len(frame))), "too_large"
+        return outcomes if _send_now(self._socket, [proxy, *frames]) else ["gone"] * len(messages)
 
     def close(self) -> None:
         self._socket.close(linger=0)
@@ -207,22 +208,17 @@ def _send_now(socket: zmq.asyncio.Socket, frames: list[bytes], *, copy: bool = T
     return True
 
 
-def _pack(message: FromWorker | Heartbeat) -> tuple[bytes, Outcome]:
-    """Return the bytes of a message; of an error in its place, where they are too many for a proxy."""
-    data = encode(message)
-    if len(data) <= MAX_FROM_WORKER_BYTES or isinstance(message, Heartbeat):
-        return data, "sent"
-    error = _too_large("the answer is too large for a proxy", message, len(data), MAX_FROM_WORKER_BYTES)
+def _refusal(message: FromWorker, size_bytes: int) -> FromWorker:
+    """Return the error in place of an answer that is too large for a proxy."""
+    error = _too_large("the answer is too large for a proxy", message, size_bytes, MAX_FROM_WORKER_BYTES)
     log.warning("an answer is not sent", request=message.request_id, error=error.info.message)
-    refusal: FromWorker
     match message:
         case Encoded():
-            refusal = Encoded(message.request_id, message.input_id, message.attempt, error.info)
+            return Encoded(message.request_id, message.input_id, message.attempt, error.info)
         case Prefilled():
-            refusal = Prefilled(message.request_id, message.attempt, error.info)
+            return Prefilled(message.request_id, message.attempt, error.info)
         case _:
-            refusal = Failed(message.request_id, error.info, message.attempt)
-    return encode(refusal), "too_large"
+            return Failed(message.request_id, error.info, message.attempt)
 
 
 def _too_large(what: str, message: ToWorker | FromWorker, size_bytes: int, limit_bytes: int) -> TriptychError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncGenerator
 from typing import Final
 
@@ -59,11 +59,11 @@ class JobRunner:
         self._deadline_s = deadline_s
         self._events: deque[tuple[Worker, Event] | Action] = deque()  # an action: a deadline is due
         self._arrived = asyncio.Event()
-        self._news: dict[int, list[Tokens]] = {}  # of each sequence
+        self._news: defaultdict[int, list[Tokens]] = defaultdict(list)  # of each sequence
         self._progress = Progress(job.sampling)
         self._cache_keys = cache_keys(job)
         self._attempts = itertools.count(1)
-        self._deadlines = Deadlines(self._add_event)
+        self._deadlines = Deadlines(self._wake)
         self._encode = EncodeDispatcher(job, context, self._deadlines)
         self._prefill = PrefillDispatcher(job, self._cache_keys, context, self._encode, self._attempts, self._deadlines)
         self._decoder: Worker | None = None
@@ -79,12 +79,13 @@ class JobRunner:
         """Add a message or an event of a worker. With too many unread the job ends; a later reader gets an error."""
         if self._ended:
             return
-        self._add_event((worker, event))
+        self._events.append((worker, event))
+        self._arrived.set()
         if len(self._events) > MAX_UNREAD:
             self._abandon()
 
-    def _add_event(self, event: tuple[Worker, Event] | Action) -> None:
-        self._events.append(event)
+    def _wake(self, action: Action) -> None:
+        self._events.append(action)
         self._arrived.set()
 
     def _abandon(self) -> None:
@@ -114,7 +115,7 @@ class JobRunner:
                 else:
                     await self._step()
                     self._take_waiting_tokens()
-                news, self._news = self._news, {}
+                news, self._news = self._news, defaultdict(list)
                 for pieces in news.values():
                     tokens = Tokens.joined(pieces) if len(pieces) > 1 else pieces[0]
                     if tokens.spans:
@@ -177,11 +178,7 @@ class JobRunner:
             self._encode.read(worker)  # tokens need all inputs, whatever encoders still report
         news = self._progress.accept(message)
         if news is not None:
-            self._tell([news])
-
-    def _tell(self, news: list[Tokens]) -> None:
-        for tokens in news:
-            self._news.setdefault(tokens.index, []).append(tokens)
+            self._news[news.index].append(news)
 
     def _take_waiting_tokens(self) -> None:
         """Handle the tokens that wait next: where the client or this proxy lags behind, a sequence has several."""
@@ -208,7 +205,8 @@ class JobRunner:
             self._on_prefill_lost(message.error, "prefill_error")
             return
         self._prefill.finish()
-        self._tell(self._progress.prefilled(message.prompt_logprobs))
+        for news in self._progress.prefilled(message.prompt_logprobs):
+            self._news[news.index].append(news)
 
     def _on_failed(self, worker: Worker, message: Failed) -> None:
         error = message.error
@@ -249,7 +247,8 @@ class JobRunner:
 
         Raises as `_place` does, and after MAX_MOVES.
         """
-        self._tell(self._progress.close(self._job.enough))
+        for news in self._progress.close(self._job.enough):
+            self._news[news.index].append(news)
         self._withdraw(abort=abort)
         if self._progress.done:
             return

@@ -36,7 +36,6 @@ from engine.state.events import Event, PrefillEvent
 from services.encode.local_encode import LocalEncodeStage
 from services.handoff.receiver import HandoffReceiver
 from services.process.engine_thread import EngineThread
-from services.process.request_owners import OwnedRequest
 from services.worker_context import WorkerContext
 
 log = get_logger()
@@ -193,7 +192,10 @@ class DecoderService(ABC):
                 if request is None or request.attempt != event.attempt:
                     continue
                 if isinstance(event, Tokens):
-                    self._note_begun(request, event)
+                    if not request.has_begun:
+                        request.has_begun = True
+                        self._context.metrics.first_token_seconds.observe(time.monotonic() - request.arrived_s)
+                        self._receiver.started(event.request_id, event.attempt)
                     tokens.setdefault(request.proxy, []).append(event)
                     continue
                 self._send_tokens(tokens)  # before the error of a request
@@ -214,12 +216,6 @@ class DecoderService(ABC):
     def _fail(self, event: Failed) -> None:
         self._context.reply(event.request_id, event)
         self._give_up(event.request_id)
-
-    def _note_begun(self, request: OwnedRequest, event: Tokens) -> None:
-        if not request.has_begun:
-            request.has_begun = True
-            self._context.metrics.first_token_seconds.observe(time.monotonic() - request.arrived_s)
-            self._receiver.started(event.request_id, event.attempt)
 
     def _send_tokens(self, tokens: dict[bytes, list[Tokens]]) -> None:
         """Send the tokens of each proxy together."""
