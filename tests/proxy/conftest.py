@@ -22,7 +22,7 @@ from broker.cluster.embedded import EmbeddedBroker
 from broker.cluster.redis_client import connect
 from common.config import Settings
 from common.http.server import bind
-from common.messages import WORKER_ROLES, Abort
+from common.messages import WORKER_ROLES, Abort, Tokens
 from common.model_info import ModelInfo, load_model_info
 from proxy.app import ProxyServer, make_app
 from proxy.dispatch.worker import Load
@@ -57,6 +57,19 @@ class ProxyHarness:
         """Return once the proxy knows exactly the workers that are alive."""
         alive = {worker.id for worker in self.cluster.workers if worker.alive}
         await eventually(lambda: {one.instance_id for one in self.service.pool.workers(*WORKER_ROLES)} == alive)
+
+    def read_one_by_one(self) -> None:
+        """Let the decoders make a token once the proxy has read the one before, as if it never lagged behind."""
+
+        async def read(tokens: Tokens) -> None:
+            await eventually(lambda: self._has_read(tokens))
+
+        for decoder in self.cluster.decoders:
+            decoder.sent = read  # type: ignore[method-assign]
+
+    def _has_read(self, tokens: Tokens) -> bool:
+        runner = self.service.dispatcher.runners.get(tokens.request_id)
+        return runner is None or len(runner._progress._sequences[tokens.index].token_ids) > tokens.offset
 
     def count(self, metric: str, **labels: str) -> float:
         """A metric of the proxy, without its prefix."""

@@ -177,7 +177,11 @@ class FakeDecoder(FakeReader):
             if number == self.pause_after:
                 await self.resume.wait()
             await self.reply(proxy, msgspec.structs.replace(tokens, attempt=message.attempt))
-            await asyncio.sleep(0)
+            await self.sent(tokens)
+
+    async def sent(self, tokens: Tokens) -> None:
+        """Do what comes between two messages."""
+        await asyncio.sleep(0)
 
     def messages(self, message: Generate) -> list[Tokens]:
         """Everything that is sent for a request: the sequences take turns, the last message is marked."""

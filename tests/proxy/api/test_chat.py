@@ -26,6 +26,7 @@ async def test_text_is_answered_with_usage(rig):
 
 
 async def test_a_stream_gives_the_same_text_and_its_usage_at_the_end(rig):
+    rig.read_one_by_one()
     stream = await rig.chat(stream=True, stream_options={"include_usage": True})
     chunks = [chunk async for chunk in stream]
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "a red sign"
@@ -34,7 +35,7 @@ async def test_a_stream_gives_the_same_text_and_its_usage_at_the_end(rig):
     assert chunks[-1].usage.completion_tokens > 3
     assert chunks[-1].choices == []
     assert len({chunk.id for chunk in chunks}) == 1
-    assert len(chunks) >= 3, "text, its end and the usage"
+    assert len(chunks) > 4
 
 
 async def test_a_stream_is_whole_for_clients_that_take_every_line_end_of_unicode_for_one(rig):
