@@ -199,18 +199,6 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
     score: float | None = None
     attempt: Count = 0
 
-    @staticmethod
-    def joined(pieces: list[Tokens]) -> Tokens:
-        """Return one message in place of the next ones of a sequence, at least one."""
-        return msgspec.structs.replace(
-            pieces[-1],
-            offset=pieces[0].offset,
-            token_ids=[token for piece in pieces for token in piece.token_ids],
-            finish_reason=next((piece.finish_reason for piece in pieces if piece.finish_reason is not None), None),
-            logprobs=[entry for piece in pieces for entry in piece.logprobs],
-            prompt_logprobs=pieces[0].prompt_logprobs,
-        )
-
 
 class Encoded(msgspec.Struct, frozen=True, tag="encoded"):
     """The encoder's reply, without the output: the input is in place (`error` is None), or the reason of the failure.

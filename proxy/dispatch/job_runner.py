@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import AsyncGenerator
 from typing import Final
 
@@ -28,11 +28,11 @@ from proxy.dispatch.encode_dispatcher import EncodeDispatcher
 from proxy.dispatch.jobs import Job, cache_keys
 from proxy.dispatch.placement import WHOLE, any_encodes
 from proxy.dispatch.prefill_dispatcher import PrefillDispatcher
-from proxy.dispatch.progress import BACKOFF_S, Action, Deadlines, Progress
+from proxy.dispatch.progress import BACKOFF_S, Action, Deadlines, Progress, joined
 from proxy.dispatch.worker import Worker, WorkerEvent
 
 MAX_UNREAD: Final = 8192
-"""Limit of unread messages of a job, beyond which the client does not read. BURST_S brings fewer."""
+"""Limit of unread messages of a job, beyond which the client does not read. A burst of a worker (BURST_S) is less."""
 MAX_MOVES: Final = 3
 """Decoders that one request may outlive."""
 INQUIRY_S: Final = 5.0
@@ -59,7 +59,7 @@ class JobRunner:
         self._deadline_s = deadline_s
         self._events: deque[tuple[Worker, Event] | Action] = deque()  # an action: a deadline is due
         self._arrived = asyncio.Event()
-        self._news: defaultdict[int, list[Tokens]] = defaultdict(list)  # of each sequence
+        self._news: list[Tokens] = []
         self._progress = Progress(job.sampling)
         self._cache_keys = cache_keys(job)
         self._attempts = itertools.count(1)
@@ -115,9 +115,8 @@ class JobRunner:
                 else:
                     await self._step()
                     self._take_waiting_tokens()
-                news, self._news = self._news, defaultdict(list)
-                for pieces in news.values():
-                    tokens = Tokens.joined(pieces) if len(pieces) > 1 else pieces[0]
+                news, self._news = self._news, []
+                for tokens in joined(news) if len(news) > 1 else news:
                     if tokens.spans:
                         context.timelines.add(request_id, tokens.spans)
                     yield tokens
@@ -178,7 +177,7 @@ class JobRunner:
             self._encode.read(worker)  # tokens need all inputs, whatever encoders still report
         news = self._progress.accept(message)
         if news is not None:
-            self._news[news.index].append(news)
+            self._news.append(news)
 
     def _take_waiting_tokens(self) -> None:
         """Handle the tokens that wait next: where the client or this proxy lags behind, a sequence has several."""
@@ -205,8 +204,7 @@ class JobRunner:
             self._on_prefill_lost(message.error, "prefill_error")
             return
         self._prefill.finish()
-        for news in self._progress.prefilled(message.prompt_logprobs):
-            self._news[news.index].append(news)
+        self._news += self._progress.prefilled(message.prompt_logprobs)
 
     def _on_failed(self, worker: Worker, message: Failed) -> None:
         error = message.error
@@ -247,8 +245,7 @@ class JobRunner:
 
         Raises as `_place` does, and after MAX_MOVES.
         """
-        for news in self._progress.close(self._job.enough):
-            self._news[news.index].append(news)
+        self._news += self._progress.close(self._job.enough)
         self._withdraw(abort=abort)
         if self._progress.done:
             return

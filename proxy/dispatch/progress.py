@@ -6,6 +6,7 @@ Repeated tokens are discarded, gaps are errors, the rest of a job can be resumed
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Set
 from dataclasses import dataclass, field
 from typing import Final
@@ -129,6 +130,24 @@ class Progress:
     def rest(self, enough: Set[int]) -> list[int]:
         """Return the incomplete sequences without those in `enough`."""
         return [i for i, sequence in enumerate(self._sequences) if not sequence.finished and i not in enough]
+
+
+def joined(news: list[Tokens]) -> list[Tokens]:
+    """Return one message for each sequence, in place of its next ones."""
+    pieces: defaultdict[int, list[Tokens]] = defaultdict(list)
+    for tokens in news:
+        pieces[tokens.index].append(tokens)
+    return [
+        msgspec.structs.replace(
+            own[-1],
+            offset=own[0].offset,
+            token_ids=[token for piece in own for token in piece.token_ids],
+            finish_reason=next((piece.finish_reason for piece in own if piece.finish_reason is not None), None),
+            logprobs=[entry for piece in own for entry in piece.logprobs],
+            prompt_logprobs=own[0].prompt_logprobs,
+        )
+        for own in pieces.values()
+    ]
 
 
 @dataclass
