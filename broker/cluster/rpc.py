@@ -103,7 +103,8 @@ class WorkerServer:
         The request of an answer that is "too_large" has ended for its proxy, with an error "item_too_large": the rest
         of the answer is of no use.
         """
-        frames, outcomes = [encode(message) for message in messages], list[Outcome](["sent"]) * len(messages)
+        frames = [encode(message) for message in messages]
+        outcomes: list[Outcome] = ["sent"] * len(messages)
         for place, (message, frame) in enumerate(zip(messages, frames, strict=True)):
             if len(frame) > MAX_FROM_WORKER_BYTES and not isinstance(message, Heartbeat):
                 frames[place], outcomes[place] = encode(_refusal(message, len(frame))), "too_large"

@@ -110,8 +110,7 @@ async def flood(one: Cell, streams: int, seconds: float) -> str:
 
 async def main(streams: list[int], step_s: float, seconds: float) -> None:
     for number in streams:
-        folder = Path(tempfile.mkdtemp(prefix="triptych-flood-"))
-        with cell(folder, processes=0, max_inflight=2 * number) as one:
+        with tempfile.TemporaryDirectory() as logs, cell(Path(logs), processes=0, max_inflight=2 * number) as one:
             await one.ready()
             order = msgspec.json.encode(one.fakes).decode()
             command = ["-m", "tests.churn.flood", "--work", order, "--step-s", f"{step_s}"]

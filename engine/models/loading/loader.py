@@ -92,7 +92,8 @@ class _Weights:
         for name, parts in sources.items():
             for part in parts:
                 if isinstance(part, str):
-                    needed.update((name in layers and self._quantised(part).values()) or (part,))
+                    roles = self._quantised(part) if name in layers else {}
+                    needed.update(roles.values() or [part])
         surplus = self.names.keys() - needed
         if self.info.quantisation is not None:
             surplus = {ours for ours in surplus if not ours.endswith(UNREAD) and not self._adds_nothing(ours)}
