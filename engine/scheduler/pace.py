@@ -2,7 +2,8 @@
 
     time of a step  =  time of the decoding rows  +  prompt tokens * time of one in their context
 
-Both times are learned from the steps that ran, on any device: means by powers of two, of rows and of context. A step
+Both times are learned from the steps that ran, on any device: means by powers of two, of rows and of context. The
+first prompt shows the time of a token, and the first step of decoding rows, which runs without prompts, theirs. A step
 with too many prompt tokens holds up every stream of the engine. With an objective, prompts get the time that is left
 (stall-free batching, Sarathi-Serve, Agrawal et al., 2024, there with a fixed budget of tokens). Without an objective of
 the user, prompts get three quarters of the time, and more where they would wait longer than CLEAR_S for it.
@@ -46,11 +47,14 @@ class PrefillPace:
     def limit(self, num_decodes: int, context: int, num_waiting: int) -> int | None:
         """Return the number of prompt tokens beside `num_decodes` rows, the first prompt token at position `context`.
 
-        `num_waiting` prompt tokens could be computed now. None: no limit, as nothing is known yet.
+        `num_waiting` prompt tokens could be computed now. None: no limit, as nothing is known yet. 0: rows have never
+        run, and show their time by a step alone.
         """
         rows_s, token_s = self._rows_s.at(num_decodes), self._token_s.at(context)
-        if rows_s is None or token_s is None:
+        if token_s is None:
             return None
+        if rows_s is None:
+            return 0
         if self._objective_s is not None:
             left_s = self._objective_s - max(rows_s, self._launch_s.at(0) or 0.0)
         else:

@@ -38,6 +38,17 @@ class Device:
         return self.step_s(rows, tokens), 0.0
 
 
+@dataclass
+class Gpu(Device):
+    """Computes steps with prompts while they are launched, kernel by kernel, as long as that takes."""
+
+    launch_s: float = 0.03
+
+    def times(self, rows: int, tokens: int) -> tuple[float, float]:
+        launch_s = self.launch_s if tokens else 0.001
+        return max(launch_s, self.step_s(rows, tokens)), launch_s
+
+
 OBJECTIVE_S = 0.1
 
 
@@ -77,6 +88,17 @@ def test_steps_with_prompts_keep_to_the_objective_and_use_it(
     assert limit == MIN_TOKENS or seconds <= 1.1 * objective_s
     assert limit == MIN_TOKENS or (rows + limit) % tile_of(rows + limit) == 0, "no token pads the last tile"
     assert seconds + tile_of(rows + limit) * device.token_s >= 0.9 * objective_s
+
+
+@pytest.mark.parametrize("objective_s", [None, OBJECTIVE_S])
+def test_rows_run_alone_once_before_prompts_join_them(objective_s: float | None) -> None:
+    """The first prompt of a life decodes when the next ones come: its first gap would be that of all their tokens."""
+    pace, device = PrefillPace(objective_s), Device()
+    device.run(pace, 0, 290)
+    assert pace.limit(1, 0, 2000) == 0
+    device.run(pace, 1, 0)
+    assert MIN_TOKENS <= (pace.limit(1, 0, 0) or 0) < 1000
+    assert MIN_TOKENS <= (pace.limit(64, 900, 0) or 0) < 1000, "other rows count as these until they ran"
 
 
 def test_the_cost_of_a_step_is_learned_by_context_and_by_rows() -> None:
@@ -132,17 +154,6 @@ def test_without_an_objective_steps_last_longer_as_prompts_wait(waiting_s: float
     assert limit is not None
     assert expected - 17 < limit <= expected, "less than a tile below"
     assert (4 + limit) % 16 == 0
-
-
-@dataclass
-class Gpu(Device):
-    """Computes steps with prompts while they are launched, kernel by kernel, as long as that takes."""
-
-    launch_s: float = 0.03
-
-    def times(self, rows: int, tokens: int) -> tuple[float, float]:
-        launch_s = self.launch_s if tokens else 0.001
-        return max(launch_s, self.step_s(rows, tokens)), launch_s
 
 
 @pytest.mark.parametrize("prompts", [(270, 20, 20), (270,), (4096,)], ids=str)
