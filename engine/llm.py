@@ -361,6 +361,12 @@ class LLM:
             for input_id, attempt in live.attempts.items():
                 self.encoder.cancel((request_id, input_id, attempt))
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the KV of all earlier prompts. Raises TriptychError while requests run."""
+        if self._live:
+            raise invalid(f"requests run ({len(self._live)}): the cache holds what they read")
+        self.decoder.blocks.reset()
+
     def step(self) -> list[RequestOutput]:
         """Run a step of each engine; return finished requests.
 

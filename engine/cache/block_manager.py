@@ -292,6 +292,15 @@ class BlockManager:
         moves, self._moves = self._moves, []
         return moves
 
+    def reset(self) -> None:
+        """Free all tables, on the device and on the host, and forget what is cached: every block is free."""
+        for sequence_id in [*self.tables, *self.host.sequence_ids]:
+            self.free(sequence_id)
+        for request_id in [*self._cross_of, *self.host.requests]:
+            self.free_cross(request_id)
+        self.pool.free(self._pop_blocks(self.pool.num_usable))
+        self._moves.clear()
+
     # --- blocks between use and disuse
 
     def _hold(self, block: int) -> None:

@@ -110,6 +110,10 @@ class HostTables:
     pool: BlockPool
     requests: dict[str, SwappedRequest] = field(default_factory=dict)
 
+    @property
+    def sequence_ids(self) -> list[int]:
+        return [sequence_id for request in self.requests.values() for sequence_id in request.tables]
+
     def put(
         self, request_id: str, tables: Mapping[int, Sequence[int]], cross: Sequence[int], content: str
     ) -> dict[int, int]:

@@ -43,6 +43,23 @@ def run(llm: LLM, request_ids: list[str]) -> tuple[dict[str, list[int]], list[st
     return tokens, errors
 
 
+def test_a_reset_forgets_the_keys_of_earlier_prompts_once_nothing_runs(llm: LLM) -> None:
+    prompt = {"prompt_token_ids": list(range(5, 45))}
+
+    def num_cached() -> int:
+        return llm.generate(prompt, GREEDY)[0].num_cached_tokens
+
+    before = num_cached()
+    assert num_cached() >= 16 > before
+    llm.reset_prefix_cache()
+    assert llm.decoder.blocks.num_cached == 0
+    assert num_cached() == 0
+    request_id = llm.add(prompt, GREEDY)  # type: ignore[arg-type]
+    with pytest.raises(TriptychError, match=r"^requests run \(1\): the cache holds what they read$"):
+        llm.reset_prefix_cache()
+    llm.abort(request_id)
+
+
 def test_an_unknown_option_is_refused_with_the_closest_name() -> None:
     with pytest.raises(TriptychError, match=r"^unknown setting 'kv_cache_bytez'; did you mean 'kv_cache_bytes'\?$"):
         LLM("signpost", kv_cache_bytez=3)

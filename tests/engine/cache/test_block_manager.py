@@ -317,6 +317,16 @@ class BlockManagerMachine(RuleBasedStateMachine):
             del self.requests[name]
             assert not self.manager.is_swapped(name)
 
+    @rule()
+    def reset(self) -> None:
+        """The document on encoder-decoder requests: all blocks of the device and of the host are free."""
+        self.manager.reset()
+        self.requests.clear()
+        self.cell_of.clear()
+        assert self.manager.pool.num_free == self.manager.pool.num_usable == NUM_BLOCKS - 1
+        assert self.manager.host.pool.num_free == self.manager.host.pool.num_usable == NUM_HOST_BLOCKS - 1
+        assert self.manager.pop_moves() == []
+
     # --- the arrays
 
     def carry_out_moves(self) -> None:
