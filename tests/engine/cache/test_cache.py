@@ -1,14 +1,19 @@
 """The pool hands blocks out once, and the encoder cache keeps within its bytes, whatever the order of operations."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from common.model_info import load_model_info
 from engine.cache.block_manager import BlockManager
 from engine.cache.block_pool import BlockPool, IntegrityError
 from engine.cache.encoder_cache import EncoderCacheManager
+from tests.engine.driving import make_engine
+from tests.tiny.text import make_qwen3
 
 
 def test_block_0_is_never_handed_out() -> None:
@@ -23,6 +28,16 @@ def test_freeing_a_block_twice_is_noticed() -> None:
     pool.free([block])
     with pytest.raises(IntegrityError, match="not in use"):
         pool.free([block])
+
+
+@pytest.mark.parametrize(("num_kv_heads", "share"), [(32, 1), (8, 4), (1, 32)])
+def test_fewer_heads_of_keys_than_of_queries_take_so_much_less_cache(
+    tmp_path: Path, num_kv_heads: int, share: int
+) -> None:
+    """The document on attention: 32 query heads with 8 of keys and values, as Llama 3's, take a quarter."""
+    heads = {"num_attention_heads": 32, "num_key_value_heads": num_kv_heads, "head_dim": 8}
+    engine = make_engine(load_model_info(str(make_qwen3(tmp_path, num_hidden_layers=2, **heads))), 4, block_size=4)
+    assert engine.stats()["kv_block_bytes"] * share == 2 * 2 * 4 * 32 * 8 * 4, "keys and values, layers, slots, float32"
 
 
 def test_a_run_of_blocks_is_consecutive_where_one_is_free() -> None:

@@ -73,6 +73,9 @@ def test_step_1_all_requests_in_prefill(buffers: InputBuffers) -> None:
         block_table=[[1, 2, 0], [3, 0, 0], [4, 5, 6]],
     )
     assert (inputs.num_requests, inputs.max_query_len) == (3, 5)
+    assert buffers.token_ids.shape == (4, 12)
+    assert buffers.token_ids[:3].tolist() == [row + [0] * (12 - len(row)) for row in TOKENS]
+    assert buffers.block_table.tolist() == [[1, 2, *[0] * 4], [3, *[0] * 5], [4, 5, 6, *[0] * 3], [0] * 6]
     assert_hides(inputs, [[False] * seen + [True] * (5 - seen) for seen in (1, 2, 3, 4, 5)])
 
 
@@ -99,6 +102,44 @@ def test_step_2_chunked_prefill_beside_decodes(buffers: InputBuffers) -> None:
     )
     assert (inputs.num_requests, inputs.max_query_len) == (3, 3)
     assert_hides(inputs, [[False] * seen + [True] * (8 - seen) for seen in (4, 3, 6, 7, 8)])
+    assert buffers.block_table.tolist() == [[1, 2, *[0] * 4], [3, 7, *[0] * 4], [4, 5, 6, 8, 0, 0], [0] * 6]
+
+
+def test_an_engine_schedules_the_two_steps_as_the_document_does(tiny_llama: ModelInfo) -> None:
+    """Counts and blocks are the scheduler's own: a budget of ten tokens, and blocks 7 and 8 for whoever grows first."""
+    sizes: dict[str, Any] = {"max_model_len": 12, "max_num_batched_tokens": 10, "max_num_seqs": 4}
+    engine = make_engine(tiny_llama, 20, block_size=2, **sizes)
+    driver, seen, buffers = Driver(engine), list[StepInputs](), engine.runner.buffers
+    prepare = buffers.prepare
+
+    def watched(slots: Any, counts: Any) -> StepInputs:
+        inputs = prepare(slots, counts)
+        copied = {member.name: getattr(inputs, member.name).copy() for member in fields(inputs)}
+        seen.append(StepInputs(**copied))
+        return inputs
+
+    buffers.prepare = watched  # type: ignore[method-assign]
+    for name, length in zip("012", (3, 2, 8), strict=True):
+        driver.add(Job(name, text_tokens(0, length), greedy(4)))
+    driver.step()
+    driver.step()
+    expect(
+        seen[0],
+        num_tokens=[3, 2, 5],
+        positions=[0, 1, 2, 0, 1, 0, 1, 2, 3, 4],
+        token_indices=[0, 1, 2, 12, 13, 24, 25, 26, 27, 28],
+        slot_mapping=[2, 3, 4, 6, 7, 8, 9, 10, 11, 12],
+        block_table=[[1, 2, 0], [3, 0, 0], [4, 5, 6]],
+    )
+    expect(
+        seen[1],
+        num_tokens=[1, 1, 3],
+        num_computed_tokens=[3, 2, 5],
+        positions=[3, 2, 5, 6, 7],
+        token_indices=[3, 14, 29, 30, 31],
+        slot_mapping=[5, 14, 13, 16, 17],
+        block_table=[[1, 2, 0, 0], [3, 7, 0, 0], [4, 5, 6, 8]],
+    )
 
 
 def test_slot_of_a_token_is_block_number_times_block_size_plus_offset() -> None:
