@@ -93,7 +93,7 @@ class Speech:
     _options: SpeechOptions
     usage: Usage = field(default_factory=Usage)
     job: Job = field(init=False)
-    """The first window's, set before the first delta."""
+    """The first window's, set before the first delta; a recording without speech may have no window."""
     language: str | None = None
     _under_way: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PARALLEL_WINDOWS))
     _next: asyncio.Lock = field(default_factory=asyncio.Lock)

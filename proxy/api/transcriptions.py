@@ -20,6 +20,7 @@ from common.text import whisper_prompt
 from common.text.whisper_prompt import Task, language_name
 from common.text.whisper_rules import TEMPERATURES, Rules
 from proxy.api.logprobs import LogprobShapes
+from proxy.api.prompts import processed_prompts
 from proxy.api.sampling_fields import Int32, Seed, plain_drawing, refuse_sampling
 from proxy.api.segments import Segment, as_srt, as_vtt
 from proxy.api.speech import Speech, SpeechOptions
@@ -68,9 +69,10 @@ class TranscriptionForm(BaseModel):
     """Fields beside the file. Unsupported fields are refused by name.
 
     Beyond OpenAI's: how tokens are drawn (`top_p`, `top_k`, `min_p`, `seed`) and repetition is kept down, as in a chat,
-    `max_completion_tokens` (for each window of 30 s), `return_token_ids`, `priority`, and beam search, whose width is
-    `best_of`. `decoder_prompt` is Whisper's for the first window; later windows share its language and task.
-    Thresholds and `vad_filter` are faster-whisper's; of several temperatures, each is for text that failed before.
+    `max_completion_tokens` (for each window of 30 s), `return_token_ids`, `return_prompts` (the first window's),
+    `priority`, and beam search, whose width is `best_of`. `decoder_prompt` is Whisper's for the first window; later
+    windows share its language and task. Thresholds and `vad_filter` are faster-whisper's; of several temperatures, each
+    is for text that failed before.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -101,6 +103,7 @@ class TranscriptionForm(BaseModel):
     best_of: int = Field(5, ge=1, le=MAX_SEQUENCES)
     length_penalty: float = Field(1.0, ge=-100, le=100)
     return_token_ids: bool = False
+    return_prompts: bool = False
     priority: Int32 = 0
 
     @field_validator("response_format", mode="before")
@@ -277,7 +280,8 @@ def _answer(service: Service, form: TranscriptionForm, speech: Speech, task: Tas
             return PlainTextResponse(as_srt(cues))
         case "vtt":
             return PlainTextResponse(as_vtt(cues))
-    extra: dict[str, Any] = {"token_ids": speech.token_ids} if form.return_token_ids else {}
+    extra = processed_prompts(service.text, speech.job) if form.return_prompts and speech.usage.prompt_tokens else {}
+    extra |= {"token_ids": speech.token_ids} if form.return_token_ids else {}
     if form.response_format == "json":
         if form.include:
             content = LogprobShapes(service.token_texts, 0).chat(speech.logprobs)["content"]

@@ -17,6 +17,7 @@ from common.text import whisper_prompt
 from common.text.processor import TextProcessor
 from proxy.media import audio
 from proxy.media.helper_process import shared
+from tests.media_files import sound_file
 from tests.proxy.sample_media import audio_part, speech
 
 
@@ -83,6 +84,28 @@ async def test_a_decoder_prompt_is_given_whole(speech_rig, whisper_model):
             assert answer.choices[0].encoder_prompt is None
             assert (told.sampling.timestamps, told.sampling.suppress_tokens) == (None, (1, 2))
             assert told.sampling.max_tokens == whisper_model.max_model_len - len(ids)
+
+
+@pytest.mark.parametrize("response_format", ["json", "verbose_json"])
+async def test_a_transcript_tells_its_prompts_on_request(speech_rig, response_format):
+    text, create = speech_rig.cluster.text, speech_rig.client.audio.transcriptions.create
+    options = {"language": "de", "prompt": "Triptych", "response_format": response_format}
+    extra = {"return_prompts": "true"}
+    answer = await create(model=speech_rig.model, file=_upload(speech(50)), **options, extra_body=extra)
+    told = min(speech_rig.cluster.decoders[0].of(Generate), key=lambda one: one.request_id)
+    assert answer.decoder_prompt_token_ids == told.prompt_token_ids
+    assert answer.decoder_prompt.startswith("<|startofprev|> Triptych<|startoftranscript|><|de|><|transcribe|>")
+    assert text.encode(answer.decoder_prompt) == told.prompt_token_ids
+    assert (answer.encoder_prompt, answer.encoder_prompt_token_ids) == (None, None)
+    extra |= {"vad_filter": "true"}
+    silence = await create(
+        model=speech_rig.model,
+        file=_upload(sound_file(np.zeros((48_000, 1), np.float32), 16_000)),
+        **options,
+        extra_body=extra,
+    )
+    assert silence.text == ""
+    assert not hasattr(silence, "decoder_prompt"), "nobody was asked"
 
 
 async def test_later_windows_share_the_language_and_the_task_of_a_decoder_prompt(speech_rig):
