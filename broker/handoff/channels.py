@@ -4,6 +4,7 @@
     {cluster}:{instance_id}:allocated    grants to a sender
     {cluster}:{instance_id}:injected     receipts to a sender
 
+The tensor between a grant and a receipt is the fourth message; it goes by a transport (`broker.transports`).
 Each stream has one consumer: its instance, which creates the stream and keeps it from expiring. Senders never create
 one, so nothing is left behind for an instance that is gone. An entry is deleted once handled.
 """

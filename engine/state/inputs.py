@@ -14,8 +14,9 @@ From them, per step, with M = max_model_len and K = max_blocks_per_seq:
     block_offsets         positions % block_size
     slot_mapping          block_numbers * block_size + block_offsets
 
-All arrays of StepInputs live in memory made at start: a step writes into it, and allocates none of them. What attention
-backends derive from them (pages, ranges of keys) is made per step.
+All arrays of StepInputs live in memory made at start: a step writes into it, and allocates none of them. The blocks of
+cross-attention are put into an array when the batch changes (`engine.runner.cross`); what attention backends derive
+(pages, ranges of keys) is made per step, but for recorded steps. Numbers are int64: PyTorch indexes by these.
 """
 
 from __future__ import annotations
@@ -108,8 +109,8 @@ class StepInputs:
     """Arrays of a step; token-level arrays have an entry per scheduled token, in request order.
 
     All are views of memory made at start, valid until the next step is prepared. `axes` [3, num_tokens] is room for the
-    positions of M-RoPE; `num_tokens` are those of each request. `read` are the rows whose hidden states have a use, in
-    order and at least one: all, until the runner knows better.
+    positions of M-RoPE; `num_tokens` are those of each request, in all `len(input_ids)`. `read` are the rows whose
+    hidden states have a use, in order and at least one: all, until the runner knows better.
     """
 
     request_indices: IntArray
