@@ -259,7 +259,6 @@ class WorkerProcess:
             for proxy in self._proxies.present:
                 self._context.send(proxy, Heartbeat())
             for request_id in self._proxies.pop_orphans():
-                log.warning("request dropped: its proxy is gone or silent", request=request_id)
                 self._role.abort(request_id)
 
     async def _beat(self) -> None:

@@ -95,16 +95,19 @@ class RequestOwners:
     def remove(self, request_id: str) -> None:
         """Remove a request after the message of its end; lost to a proxy marked as gone, as the message is."""
         request = self._requests.pop(request_id, None)
-        if request is not None:
-            self.ended_work += request.work
-            log.debug("request ended", request=request_id, attempt=request.attempt)
-            if self._last_heard_s.get(request.proxy) == _GONE:
-                self._lost.setdefault(request.proxy, {})[request_id] = request.attempt
-                return
-            self._ended.pop(request_id, None)
-            self._ended[request_id] = request.attempt
-            while len(self._ended) > _MAX_ENDED:
-                del self._ended[next(iter(self._ended))]
+        if request is None:
+            return
+        self.ended_work += request.work
+        if self._last_heard_s.get(request.proxy) == _GONE:
+            log.warning("request dropped: its proxy is gone or silent", request=request_id)
+            self.num_orphans += 1
+            self._lost.setdefault(request.proxy, {})[request_id] = request.attempt
+            return
+        log.debug("request ended", request=request_id, attempt=request.attempt)
+        self._ended.pop(request_id, None)
+        self._ended[request_id] = request.attempt
+        while len(self._ended) > _MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
 
     def knows(self, request_id: str, attempt: int) -> bool:
         """Whether this attempt is under way, or was removed lately."""
@@ -125,11 +128,10 @@ class RequestOwners:
         limit_s = time.monotonic() - self._silence_s
         gone = {proxy for proxy, heard_s in self._last_heard_s.items() if heard_s < limit_s}
         orphans = [request_id for request_id, request in self._requests.items() if request.proxy in gone]
-        self.num_orphans += len(orphans)
+        for proxy in gone:
+            self.mark_gone(proxy)
         for request_id in orphans:
-            request = self._requests.pop(request_id)
-            self.ended_work += request.work
-            self._lost.setdefault(request.proxy, {})[request_id] = request.attempt
+            self.remove(request_id)
         for proxy in gone:
             del self._last_heard_s[proxy]
         while len(self._lost) > _MAX_LOST:

@@ -218,11 +218,12 @@ class DecoderService(ABC):
         self._give_up(event.request_id)
 
     def _send_tokens(self, tokens: dict[bytes, list[Tokens]]) -> None:
-        """Send the tokens of each proxy together."""
+        """Send the tokens of each proxy together. A request ends with the first tokens that are not sent: no others may
+        follow these."""
         while tokens:
             proxy, events = tokens.popitem()
             for event, outcome in zip(events, self._context.send(proxy, *events), strict=True):
-                if outcome == "too_large":
+                if outcome != "sent":
                     self.abort(event.request_id)
                 elif event.done:
                     self._context.metrics.observe_spans(event.spans)

@@ -28,6 +28,7 @@ from common.messages import (
     Failed,
     Generate,
     Grant,
+    Heartbeat,
     Offer,
     Receipt,
     Resumed,
@@ -418,6 +419,30 @@ async def test_the_tokens_of_a_step_travel_together(setting: Setting, monkeypatc
         messages = setting.worker.of(Tokens, name)
         assert [message.offset for message in messages] == list(range(200))
     assert {"a", "b"} in map(set, together)
+
+
+async def test_no_token_follows_one_that_a_full_queue_did_not_take(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = WorkerServer.send
+
+    def full_once(server: WorkerServer, proxy: bytes, *messages: Any) -> list[Outcome]:
+        if any(isinstance(message, Tokens) and message.offset == 3 for message in messages):
+            return ["gone"] * len(messages)
+        return send(server, proxy, *messages)
+
+    monkeypatch.setattr(WorkerServer, "send", full_once)
+    ids = TextProcessor(load_model_info("signpost")).render_chat([{"role": "user", "content": "Which colours?"}])
+    setting.worker.proxy.send(Generate("r", ids, [], SamplingParams(max_tokens=400, ignore_eos=True), attempt=1))
+    await eventually(lambda: setting.worker.gauge("requests_outstanding") == 1)
+
+    def told() -> bool:
+        setting.worker.proxy.send(Heartbeat())  # at which the worker tells what it has lost
+        return bool(setting.worker.of(Failed, "r"))
+
+    await eventually(told)
+    assert [message.offset for message in setting.worker.of(Tokens, "r")] == [0, 1, 2]
+    assert setting.worker.of(Failed, "r")[0].error.code == "unavailable"
 
 
 async def test_tokens_leave_before_the_error_that_ends_their_request(setting: Setting) -> None:
