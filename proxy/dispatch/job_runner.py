@@ -175,7 +175,13 @@ class JobRunner:
         self._begun = True
         if self._encode.pending and self._prefill.worker is None:
             self._encode.read(worker)  # tokens need all inputs, whatever encoders still report
-        news = self._progress.accept(message)
+        try:
+            news = self._progress.accept(message)
+        except TriptychError as error:
+            if not error.info.retryable:
+                raise
+            self._move("decoder_gone", pause_s=BACKOFF_S, abort=True)  # the connection broke, and was made anew
+            return
         if news is not None:
             self._news.append(news)
 

@@ -76,7 +76,7 @@ class Progress:
     def accept(self, message: Tokens) -> Tokens | None:
         """Return the news in a message; None for an old or withheld message.
 
-        Raises TriptychError("internal_error") for an unknown sequence and for missing tokens.
+        Raises TriptychError: "unavailable" for missing tokens, "internal_error" for an unknown sequence.
         """
         if self._withheld is not None:
             self._withheld.append(message)
@@ -91,7 +91,7 @@ class Progress:
         have = len(sequence.token_ids)
         if message.offset > have:
             text = f"tokens {have} to {message.offset} of sequence {message.index} were lost on the way"
-            raise TriptychError("internal_error", text)
+            raise TriptychError("unavailable", text)
         fresh = message.token_ids[have - message.offset :]
         ends = message.finish_reason is not None and not sequence.finished
         sequence.token_ids += fresh

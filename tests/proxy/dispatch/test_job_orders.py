@@ -30,6 +30,7 @@ from common.messages import (
     Inquiry,
     InstanceRecord,
     Prefilled,
+    Resumed,
     Role,
     TokenLogprob,
     Tokens,
@@ -355,6 +356,22 @@ async def test_tokens_that_came_before_an_error_are_told_before_it() -> None:
     with pytest.raises(TriptychError, match="broken"):
         await world.task
     assert [tokens.token_ids for tokens in world.got] == [[0, 1]]
+
+
+async def test_tokens_that_a_broken_connection_lost_are_generated_again() -> None:
+    """The connection was made anew before this proxy noticed that it had broken."""
+    world = World(["prefill_decode"], num_inputs=0, prompt_logprobs=False)
+    await _settle(world)
+    world.sims[0].say(Tokens("r", 0, [1], attempt=1))
+    world.sims[0].say(Tokens("r", 2, [3], attempt=1))
+    world.sims[0].say(Tokens("r", 3, [4], "length", done=True, attempt=1))
+    await _settle(world)
+    job = world.sims[0].job
+    assert job is not None
+    assert (job.attempt, job.resumed) == (2, [Resumed(0, [1])])
+    world.sims[0].say(Tokens("r", 1, [2, 3], "length", done=True, attempt=2))
+    await world.task
+    assert [tokens.token_ids for tokens in world.got] == [[1], [2, 3]]
 
 
 async def test_an_answer_that_had_come_whole_is_told_however_many_decoders_were_lost() -> None:
