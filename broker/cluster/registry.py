@@ -198,8 +198,9 @@ def incompatibility(one: InstanceRecord, other: InstanceRecord) -> str | None:
         ("model fingerprint", one.fingerprint, other.fingerprint),
     ):
         if ours != theirs and not (name == "dtype" and "proxy" in (one.role, other.role)):
+            wanted = "the same version of Triptych" if name == "protocol version" else "the same model and dtype"
             return (
                 f"{one.instance_id} (model {one.model}) has {name} {ours}, "
-                f"{other.instance_id} (model {other.model}) has {theirs}: start both with the same model and dtype"
+                f"{other.instance_id} (model {other.model}) has {theirs}: start both with {wanted}"
             )
     return None

@@ -91,7 +91,9 @@ def test_incompatible_instances_are_named_with_what_differs() -> None:
     why = incompatibility(one, other)
     assert why is not None
     assert all(word in why for word in ("e0", "d0", "f00d", "beef"))
-    assert "protocol" in str(incompatibility(one, make_record("d0", protocol=PROTOCOL_VERSION + 1)))
+    why = incompatibility(one, make_record("d0", protocol=PROTOCOL_VERSION + 1))
+    assert "protocol" in str(why)
+    assert str(why).endswith("start both with the same version of Triptych")
     assert "bfloat16" in str(incompatibility(one, make_record("d0", dtype="bfloat16")))
 
 
