@@ -229,9 +229,10 @@ class WorkerProcess:
     async def _receive_requests(self) -> None:
         while True:
             proxy, message = await self._server.receive()
-            for request_id, attempt in self._proxies.heard(proxy).items():
+            if lost := self._proxies.heard(proxy):
                 error = ErrorInfo("unavailable", f"{self._context.instance_id} had lost its connection to the proxy")
-                self._context.send(proxy, Failed(request_id, error, attempt))
+                if "gone" in self._context.send(proxy, *(Failed(name, error, lost[name]) for name in lost)):
+                    self._proxies.lose(proxy, lost)  # the queue to the proxy may still be full
             if isinstance(message, Abort):
                 known = self._proxies.get(message.request_id) is not None
                 if not known or self._proxies.owns(proxy, message.request_id):

@@ -101,13 +101,17 @@ class RequestOwners:
         if self._last_heard_s.get(request.proxy) == _GONE:
             log.warning("request dropped: its proxy is gone or silent", request=request_id)
             self.num_orphans += 1
-            self._lost.setdefault(request.proxy, {})[request_id] = request.attempt
+            self.lose(request.proxy, {request_id: request.attempt})
             return
         log.debug("request ended", request=request_id, attempt=request.attempt)
         self._ended.pop(request_id, None)
         self._ended[request_id] = request.attempt
         while len(self._ended) > _MAX_ENDED:
             del self._ended[next(iter(self._ended))]
+
+    def lose(self, proxy: bytes, requests: dict[str, int]) -> None:
+        """Note discarded requests, with attempts, until the proxy's next sign of life."""
+        self._lost.setdefault(proxy, {}).update(requests)
 
     def knows(self, request_id: str, attempt: int) -> bool:
         """Whether this attempt is under way, or was removed lately."""

@@ -421,13 +421,17 @@ async def test_the_tokens_of_a_step_travel_together(setting: Setting, monkeypatc
     assert {"a", "b"} in map(set, together)
 
 
+@pytest.mark.parametrize("is_long_full", [False, True], ids=["for a moment", "until the proxy is told of it, too"])
 async def test_no_token_follows_one_that_a_full_queue_did_not_take(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, is_long_full: bool
 ) -> None:
-    send = WorkerServer.send
+    send, untold = WorkerServer.send, [Failed] if is_long_full else []
 
     def full_once(server: WorkerServer, proxy: bytes, *messages: Any) -> list[Outcome]:
         if any(isinstance(message, Tokens) and message.offset == 3 for message in messages):
+            return ["gone"] * len(messages)
+        if messages and type(messages[0]) in untold:
+            untold.clear()
             return ["gone"] * len(messages)
         return send(server, proxy, *messages)
 
