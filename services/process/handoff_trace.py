@@ -65,7 +65,7 @@ class HandoffTrace:
         times_s[moment] = time.time() if at_s is None else at_s
         log.debug("handoff", moment=moment, request=key[0], input=key[1], attempt=key[2], at_s=at_s)
         if since in times_s and self._hop_seconds is not None:
-            self._hop_seconds.labels(f"{since}_to_{moment}").observe(times_s[moment] - times_s[since])
+            self._hop_seconds.labels(f"{since}_to_{moment}").observe(max(0.0, times_s[moment] - times_s[since]))
 
     def mark_sent(self, key: Key, times_s: Mapping[str, float]) -> None:
         """Note the moments of a finished handoff at its sender."""

@@ -19,6 +19,15 @@ def test_both_sides_are_joined_by_key() -> None:
     assert summary(hop_latencies([])).startswith("no handoff yet")
 
 
+def test_a_hop_over_a_clock_that_was_set_back_takes_no_time() -> None:
+    metrics, key = WorkerMetrics(), ("r", 0, 0)
+    recorder = HandoffTrace(metrics.hop_seconds)
+    recorder.mark(key, "offer_received", 3600.0)
+    recorder.mark(key, "granted", 1.0, since="offer_received")
+    [seconds] = [line for line in metrics.render().decode().splitlines() if "hop_seconds_sum" in line]
+    assert seconds == 'triptych_handoff_hop_seconds_sum{hop="offer_received_to_granted"} 0.0'
+
+
 def test_the_first_time_counts_and_old_handoffs_are_forgotten() -> None:
     metrics, key = WorkerMetrics(), ("first", 0, 0)
     recorder = HandoffTrace(metrics.hop_seconds)
