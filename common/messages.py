@@ -41,7 +41,7 @@ REPEAT_S: Final = 2.0
 WorkerRole = Literal["encoder", "prefill", "decode", "prefill_decode", "encode_prefill_decode"]
 Role = Literal[WorkerRole, "proxy"]
 WORKER_ROLES: Final[tuple[WorkerRole, ...]] = get_args(WorkerRole)
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length"]
 Id = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 """A number or an index; sums and differences of two counts fit 64 bits."""

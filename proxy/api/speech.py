@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from common.messages import TokenLogprob
+from common.messages import FinishReason, TokenLogprob
 from common.sampling_params import MAX_LOGPROBS, SamplingParams, TimestampRules
 from common.text import whisper_prompt
 from common.text.prompts import ParsedPrompt, with_checkpoint_rules
@@ -22,7 +22,7 @@ from common.text.whisper_words import Word, aligned_words, alignment_request
 from proxy.api.merge import merge_streams
 from proxy.api.segments import Segment, split_at_timestamps
 from proxy.dispatch.jobs import Job, MediaItem, make_slots, part_id
-from proxy.dispatch.text_stream import Delta, Finish, TextStream, Usage
+from proxy.dispatch.text_stream import Delta, TextStream, Usage
 from proxy.media.audio import Window
 from proxy.media.helper_process import shared
 from proxy.media.voice import VoiceOptions
@@ -161,7 +161,7 @@ class Speech:
                 texts = self._in_turn(windows, path)
             else:
                 texts = merge_streams([self._transcribe(*one, path) for one in enumerate(windows)], in_order=True)
-            finish: Finish = "stop"
+            finish: FinishReason = "stop"
             begun = False
             token_ids, logprobs, scores = list[int](), list[TokenLogprob](), list[float]()
             async with aclosing(texts) as deltas:

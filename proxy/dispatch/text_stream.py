@@ -6,9 +6,9 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
-from common.messages import TokenLogprob, Tokens
+from common.messages import FinishReason, TokenLogprob, Tokens
 from common.telemetry import get_logger
 from common.text.processor import Detokenizer, TextProcessor
 from proxy.dispatch.jobs import Job
@@ -16,7 +16,6 @@ from proxy.server.limits import Ticket
 from proxy.server.metrics import ProxyMetrics
 from proxy.server.request_context import RequestContext
 
-Finish = Literal["stop", "length"]
 log = get_logger()
 
 
@@ -28,7 +27,7 @@ class Delta:
     """
 
     text: str
-    finish_reason: Finish | None = None
+    finish_reason: FinishReason | None = None
     token_ids: tuple[int, ...] = ()
     index: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -40,7 +39,7 @@ class Choice:
     """The complete answer of a sequence."""
 
     text: str = ""
-    finish_reason: Finish | None = None
+    finish_reason: FinishReason | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     score: float | None = None
@@ -96,7 +95,7 @@ class TextSequence:
     detokenizer: Detokenizer
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish_reason: Finish | None = None
+    finish_reason: FinishReason | None = None
     num_emitted: int = 0
 
 
@@ -159,10 +158,8 @@ class TextStream:
             self.prompt_logprobs = batch.prompt_logprobs
         if sequence.finish_reason is not None:  # a stop string ended the sequence here, and others go on
             return None
-        finish: Finish | None = "length" if batch.finish_reason == "length" else None
-        finish = "stop" if batch.finish_reason in ("stop", "abort") else finish
-        ids, known = batch.token_ids, sequence.detokenizer.num_tokens
-        shown = ids[:-1] if batch.finish_reason == "stop" and ids and ids[-1] in self._stops else ids
+        finish, ids, known = batch.finish_reason, batch.token_ids, sequence.detokenizer.num_tokens
+        shown = ids[:-1] if finish == "stop" and ids and ids[-1] in self._stops else ids
         text = sequence.detokenizer.push(shown, final=finish is not None)
         if sequence.detokenizer.stopped:
             finish, ids = "stop", ids[: sequence.detokenizer.num_tokens - known]
