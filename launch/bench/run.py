@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -79,8 +79,14 @@ def run_bench(once: Sequence[ClientRequest], options: ClientOptions, plan: Bench
     if plan.plot is not None:
         check_plot(plan.plot)
     runs: list[Run] = []
-    model, interrupted = asyncio.run(_run_all(once, options, plan, runs))
-    console = make_console()
+    client, interrupted = ApiClient(options), False
+    try:
+        asyncio.run(_run_all(once, client, plan, runs))
+    except KeyboardInterrupt:
+        if not runs:
+            raise
+        interrupted = True
+    console, model = make_console(), client.model
     for run in runs:
         _report(console, run)
     body = {"model": model, "url": options.url, "date": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"}
@@ -96,12 +102,10 @@ def run_bench(once: Sequence[ClientRequest], options: ClientOptions, plan: Bench
     return int(any(len(run.good) < len(run.results) for run in runs))
 
 
-async def _run_all(
-    once: Sequence[ClientRequest], options: ClientOptions, plan: BenchPlan, runs: list[Run]
-) -> tuple[str, bool]:
-    """Add a run per level, the last one unfinished after Ctrl-C; return the model, and whether there was a Ctrl-C."""
-    async with ApiClient(options) as client:
-        model = await client.connect()
+async def _run_all(once: Sequence[ClientRequest], client: ApiClient, plan: BenchPlan, runs: list[Run]) -> None:
+    """Add a run per level, at its begin: after Ctrl-C the last one has what had ended."""
+    async with client:
+        await client.connect()
         jobs = repeat_jobs(once, plan.warm_up, fresh=plan.fresh, seed=plan.seed - 1)
         failed: list[ClientResult] = []
         await apply(Level(concurrency=min(4, max(1, len(jobs)))), client, jobs, 0, failed.append)
@@ -110,17 +114,15 @@ async def _run_all(
         for seed, level in enumerate(plan.levels, plan.seed):
             jobs = repeat_jobs(once, plan.num_requests, fresh=plan.fresh, seed=seed)
             results: list[ClientResult] = []
+            runs.append(Run(str(level), results, plan.objectives))
             lag_s = await _run_level(level, client, jobs, seed, results)
-            runs.append(Run(str(level), results, plan.objectives, lag_s or 0.0))
-            if lag_s is None:
-                return model, True
-        return model, False
+            runs[-1] = replace(runs[-1], lag_s=lag_s)
 
 
 async def _run_level(
     level: Level, client: ApiClient, jobs: Sequence[ClientRequest], seed: int, results: list[ClientResult]
-) -> float | None:
-    """Add the results of one level; return the client's delay in seconds, None after Ctrl-C.
+) -> float:
+    """Add the results of one level; return the client's delay in seconds.
 
     A terminal shows a bar meanwhile, on standard error: figures alone are output.
     """
@@ -135,8 +137,6 @@ async def _run_level(
                 bar.advance(task)
 
             return await apply(level, client, jobs, seed, on_end)
-    except asyncio.CancelledError:
-        return None
     finally:
         console.print(f"{level}: {len(results)} of {len(jobs)} requests ended", highlight=False)
 

@@ -119,7 +119,8 @@ class ApiClient:
             limits=httpx.Limits(max_connections=None),
             trust_env=not local,  # a proxy from the environment cannot reach this machine's own address
         )
-        self._model = options.model
+        self.model = options.model
+        """The model that is asked, once `connect` has chosen one."""
 
     async def __aenter__(self) -> ApiClient:
         return self
@@ -147,10 +148,10 @@ class ApiClient:
                 f"no OpenAI API at {self._options.url} ({error or type(error).__name__}); start one: triptych serve"
             )
             raise TriptychError("unavailable", message) from error
-        self._model = self._options.model or (served[0] if served else None)
-        if self._model is None:
+        self.model = self._options.model or (served[0] if served else None)
+        if self.model is None:
             raise TriptychError("unavailable", f"{self._options.url} serves no model")
-        return self._model
+        return self.model
 
     async def timeline(self, request_id: str) -> list[dict[str, Any]]:
         """Return the spans of a finished request: stage, instance, start_s, end_s; an empty list if unknown."""
@@ -197,7 +198,7 @@ class ApiClient:
     async def _generate(self, path: str, prompt: dict[str, Any], outcome: ClientResult, on_text: OnText) -> None:
         """Stream the answer: otherwise the time to the first token could not be measured."""
         body = {
-            "model": self._model,
+            "model": self.model,
             **prompt,
             "max_tokens": self._options.max_tokens,
             **({} if self._options.temperature is None else {"temperature": self._options.temperature}),
@@ -214,7 +215,7 @@ class ApiClient:
     async def _transcribe(self, job: ClientRequest, outcome: ClientResult, on_text: OnText) -> None:
         """Stream the transcript; servers without streaming answer in a single piece."""
         clip = job.media[0]
-        form = {"model": self._model, "temperature": str(self._options.temperature or 0.0), "stream": "true"}
+        form = {"model": self.model, "temperature": str(self._options.temperature or 0.0), "stream": "true"}
         for name, value in self._options.extra.items():
             form[name] = value if isinstance(value, str) else json.dumps(value)
         if job.prompt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import io
@@ -18,7 +19,7 @@ from PIL import Image
 
 from common.errors import TriptychError
 from launch.bench.run import BenchPlan, parse_levels, run_bench
-from launch.cli.client import ClientOptions
+from launch.cli.client import ApiClient, ClientOptions
 from launch.cli.request import make_jobs
 from launch.demo.samples import FILES
 from tests.launch.cli.fake_api import FakeApi
@@ -116,3 +117,18 @@ def test_ctrl_c_reports_what_has_ended(api: FakeApi) -> None:
     assert process.returncode == 130
     assert "0 of 0 requests answered" in output
     assert "1 in flight: 0 of 100 requests ended" in errors
+
+
+def test_ctrl_c_after_the_last_level_loses_no_figures(
+    api: FakeApi, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def interrupt_closing(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(ApiClient, "__aexit__", interrupt_closing)
+    plan = BenchPlan(parse_levels("1", "", constant=False), 3, 0, False, 0, {}, tmp_path / "out.json")
+    assert run_bench(make_jobs([], "hello", together=False), options(api), plan) == 130
+    assert "3 of 3 requests answered" in capsys.readouterr().out
+    exported = json.loads((tmp_path / "out.json").read_text())
+    assert [(exported["model"], run["requests"]) for run in exported["runs"]] == [("fake", 3)]
