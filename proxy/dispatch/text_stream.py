@@ -136,8 +136,9 @@ class TextStream:
                 async for batch in tokens:
                     if not self._first_s:
                         self._first_s = time.monotonic()
-                        self._metrics.ttft.observe(self._first_s - self._context.arrival_s)
-                        self._context.first_token_s = self._context.first_token_s or self._first_s
+                        if self._context.first_token_s is None:
+                            self._context.first_token_s = self._first_s
+                            self._metrics.ttft.observe(self._first_s - self._context.arrival_s)
                         self._ticket.release(begun=True)
                         log.debug("first token", request=self.job.request_id)
                     delta = self._delta(batch)
@@ -190,12 +191,10 @@ class TextStream:
         return ended or first.detokenizer.stopped
 
     def _observe_end(self) -> None:
-        context, now_s = self._context, time.monotonic()
-        context.prompt_tokens += self.usage.prompt_tokens
-        context.completion_tokens += self.usage.completion_tokens
-        self._metrics.latency.observe(now_s - context.arrival_s)
+        self._context.prompt_tokens += self.usage.prompt_tokens
+        self._context.completion_tokens += self.usage.completion_tokens
         self._metrics.prompt_tokens.inc(self.usage.prompt_tokens)
         self._metrics.generation_tokens.inc(self.usage.completion_tokens)
         longest = max(len(sequence.token_ids) for sequence in self.sequences)
         if self._first_s and longest > 1:
-            self._metrics.tpot.observe((now_s - self._first_s) / (longest - 1))
+            self._metrics.tpot.observe((time.monotonic() - self._first_s) / (longest - 1))

@@ -203,6 +203,8 @@ class AdmissionController:
         try:
             await payloads.aclose()
         finally:
+            if context.first_token_s is not None:
+                self.metrics.latency.observe(time.monotonic() - context.arrival_s)
             self.release(context)
 
     def release(self, context: RequestContext) -> None:
