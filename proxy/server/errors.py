@@ -86,6 +86,20 @@ def error_response(info: ErrorInfo, status: int | None = None, headers: dict[str
     return JSONResponse(error_body(info, status), status or info.http_status, headers)
 
 
+def note_failure(request: Request, error: Exception) -> ErrorInfo:
+    """Log an error that is the server's. Return it as it is told, and counted: a stream has no place for its status."""
+    request_id = getattr(request.state, "request_id", None)
+    if isinstance(error, TriptychError):
+        info = error.info
+        if info.http_status >= 500:
+            log.warning("request failed", request=request_id, code=info.code, error=info.message)
+    else:
+        info = ErrorInfo("internal_error", "an unexpected error in the proxy; its log has the details")
+        log.error("unexpected error", path=request.url.path, request=request_id, exc_info=error)
+    request.state.status = info.http_status
+    return info
+
+
 async def refusal(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer with OpenAI's 401; the given key appears nowhere."""
     given = "authorization" in HTTPConnection(scope).headers or bool(scope.get("subprotocols"))
@@ -150,13 +164,12 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(TriptychError)
     async def on_known(request: Request, error: TriptychError) -> JSONResponse:
+        info = note_failure(request, error)
         request_id = getattr(request.state, "request_id", None)
-        if error.info.http_status >= 500:
-            log.warning("request failed", request=request_id, code=error.info.code, error=error.info.message)
         headers = {"x-request-id": request_id} if request_id else {}
         if isinstance(error, Overloaded):
             headers["Retry-After"] = str(error.retry_after_s)
-        return error_response(error.info, headers=headers)
+        return error_response(info, headers=headers)
 
     @app.exception_handler(HTTPException)
     async def on_http(request: Request, error: HTTPException) -> JSONResponse:
@@ -170,10 +183,9 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def on_bug(request: Request, error: Exception) -> JSONResponse:
+        info = note_failure(request, error)
         request_id = getattr(request.state, "request_id", None)
-        log.error("unexpected error", path=request.url.path, request=request_id, exc_info=error)
         headers = {"Connection": "close"} | ({"x-request-id": request_id} if request_id else {})  # uvicorn closes it
-        info = ErrorInfo("internal_error", "an unexpected error in the proxy; its log has the details")
         return error_response(info, headers=headers)
 
 

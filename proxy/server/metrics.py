@@ -34,7 +34,7 @@ class ProxyMetrics:
         counter = partial(Counter, namespace=_NAMESPACE, registry=self.registry)
         gauge = partial(Gauge, namespace=_NAMESPACE, registry=self.registry)
         histogram = partial(Histogram, namespace=_NAMESPACE, registry=self.registry)
-        self.requests = counter("requests", "HTTP requests ended.", ["endpoint", "status"])
+        self.requests = counter("requests", "HTTP requests ended; failed streams by the error.", ["endpoint", "status"])
         self.connections = gauge("connections", "Open HTTP connections.")
         self.connections_ended = counter(
             "connections_ended",
@@ -151,6 +151,7 @@ class CountRequests:
             await self.app(scope, receive, watch)
         finally:
             route = scope.get("route")  # unknown paths share a label: untrusted clients choose them
+            status = scope.get("state", {}).get("status", status)
             self.metrics.requests.labels(getattr(route, "path", "other"), status).inc()
 
 

@@ -29,9 +29,9 @@ from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from common.errors import ErrorInfo, TriptychError, invalid
+from common.errors import TriptychError, invalid
 from common.telemetry import get_logger
-from proxy.server.errors import Overloaded, error_body
+from proxy.server.errors import Overloaded, error_body, note_failure
 from proxy.server.limits import ByteBudget, RequestTickets, Reservation
 from proxy.server.metrics import ProxyMetrics, Timelines
 
@@ -283,9 +283,9 @@ class EventStream(Response):
         try:
             await _unless_disconnected(self._context, self._send(send))
         except ClientDisconnect:
-            pass
+            self._context.request.state.status = CLIENT_CLOSED_REQUEST
         except TriptychError as error:  # past the deadline, or as the server stops: the stream is cut
-            self._context.outcome = error.info.code
+            self._context.outcome = note_failure(self._context.request, error).code
         finally:
             await self._end(self._context, self._payloads)
 
@@ -298,11 +298,7 @@ class EventStream(Response):
                 await send(_event(payload))
             self._context.outcome = "ok"
         except Exception as error:
-            info = ErrorInfo("internal_error", "an unexpected error in the proxy")
-            if isinstance(error, TriptychError):
-                info = error.info
-            else:  # a bug of ours: the client still gets a readable end
-                log.error("unexpected error in a stream", exc_info=error)
+            info = note_failure(self._context.request, error)
             self._context.outcome = info.code
             await send(_event(Sse(error_body(info))))
             await send(_event(Sse(None)))
