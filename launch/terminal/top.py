@@ -65,7 +65,8 @@ def draw(cluster: Mapping[str, Any], requests: Sequence[Mapping[str, Any]]) -> R
         f" · {running['running']} of {running['limit']} requests running · {waiting}"
         f" · {cluster['handoffs_per_s']:.1f} handoffs/s\n",
     )
-    return Group(head, _instances(cluster["instances"], cluster["time_s"]), Text(), _requests(requests))
+    now_s = cluster["time_s"]
+    return Group(head, _instances(cluster["instances"], now_s), Text(), _requests(requests, now_s))
 
 
 def _instances(instances: Sequence[Mapping[str, Any]], now_s: float) -> Table:
@@ -90,7 +91,7 @@ def _cache(cache: Mapping[str, Any]) -> Text:
     return Text.assemble(f"{cache['name']} ", (f"{bar:{_BAR}}", f"{colour} on grey19"), f" {100 * share:3.0f} %")
 
 
-def _requests(requests: Sequence[Mapping[str, Any]]) -> Table:
+def _requests(requests: Sequence[Mapping[str, Any]], now_s: float) -> Table:
     table = make_table("last requests", ("id", "route", "outcome", "prompt", "answer", "seconds", "longest stage"))
     for one in requests:
         outcome = one["outcome"] or "running"
@@ -98,7 +99,7 @@ def _requests(requests: Sequence[Mapping[str, Any]]) -> Table:
         spans = [span for span in one["spans"] if span["stage"] != "proxy"]
         longest = max(spans, key=lambda span: float(span["end_s"] - span["start_s"]), default=None)
         stage = "" if longest is None else f"{longest['stage']} on {longest['instance']}"
-        took_s = max((span["end_s"] for span in one["spans"]), default=one["created_s"]) - one["created_s"]
+        took_s = one["total_ms"] / 1000 if "total_ms" in one else max(0.0, now_s - one["created_s"])
         counts = (one.get("prompt_tokens"), one.get("completion_tokens"))
         tokens = ("–" if count is None else str(count) for count in counts)
         name, route = one["id"][-12:], one["route"].removeprefix("/v1/")

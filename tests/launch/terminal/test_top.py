@@ -39,12 +39,12 @@ CLUSTER: dict[str, Any] = {
 REQUEST: dict[str, Any] = {
     "id": "chatcmpl-0123456789abcdef",
     "route": "/v1/chat/completions",
-    "created_s": 10.0,
+    "created_s": 997.5,
     "outcome": None,
     "spans": [
-        {"stage": "proxy", "instance": "proxy", "start_s": 10.0, "end_s": 12.5},
-        {"stage": "encode", "instance": "e0", "start_s": 10.0, "end_s": 12.0},
-        {"stage": "decode", "instance": "pd0", "start_s": 12.0, "end_s": 12.5},
+        {"stage": "proxy", "instance": "proxy", "start_s": 997.5, "end_s": 1000.0},
+        {"stage": "encode", "instance": "e0", "start_s": 997.5, "end_s": 999.5},
+        {"stage": "decode", "instance": "pd0", "start_s": 999.5, "end_s": 1000.0},
     ],
 }
 
@@ -57,7 +57,8 @@ def shown(cluster: dict[str, Any], *requests: dict[str, Any]) -> str:
 
 
 def test_a_look_has_load_caches_queues_and_requests() -> None:
-    text = shown(CLUSTER, REQUEST, {**REQUEST, "outcome": "ok", "prompt_tokens": 40, "completion_tokens": 5})
+    end = {"outcome": "ok", "prompt_tokens": 40, "completion_tokens": 5, "total_ms": 2510}
+    text = shown(CLUSTER, REQUEST, {**REQUEST, **end})
     assert "signpost ready · 5 of 1024 requests running · 3 media waiting (0.0 s), 1 text waiting (0.2 s)" in text
     row = next(line for line in text.splitlines() if line.startswith("pd0"))
     assert row.split()[:8] == ["pd0", "prefill_decode", "ready", "1:40", "4", "1", "5", "700"]
@@ -65,6 +66,13 @@ def test_a_look_has_load_caches_queues_and_requests() -> None:
     running, ended = (line.split() for line in text.splitlines() if "chat/completions" in line)
     assert running == ["456789abcdef", "chat/completions", "running", "–", "–", "2.50", "encode", "on", "e0"]
     assert ended[2:5] == ["ok", "40", "5"]
+
+
+def test_a_request_took_the_time_to_its_end_whatever_its_workers_told_of_it() -> None:
+    begun = {**REQUEST, "spans": [{"stage": "proxy", "instance": "proxy", "start_s": 997.5, "end_s": 997.51}]}
+    late = {**begun, "outcome": "timeout", "prompt_tokens": 9, "completion_tokens": 200, "total_ms": 3002}
+    lines = [line.split() for line in shown(CLUSTER, begun, late).splitlines() if "chat/completions" in line]
+    assert [line[-1] for line in lines] == ["2.50", "3.00"]
 
 
 def test_trouble_is_told_with_its_reason() -> None:
