@@ -203,7 +203,8 @@ class DecoderScheduler:
                     chosen.remove(request)  # all of its sequences wait, or none
                     return
                 chosen.remove(victim)
-                self.preempt(victim)
+                # Alone in the pool, its sequences share less than they could. Swapped, they would share no more.
+                self.preempt(victim, recompute=len(self.running) == 1 and not self.reserved)
                 if victim is request:
                     request.least_free_blocks = min(self.blocks.num_free + 1, self.blocks.pool.num_usable)
                     return
@@ -415,12 +416,12 @@ class DecoderScheduler:
 
     # --- preemption
 
-    def preempt(self, request: Request) -> None:
-        """Take the blocks of a running request. The request waits, first of equal priority, and resumes at the same
-        tokens."""
+    def preempt(self, request: Request, *, recompute: bool = False) -> None:
+        """Take the blocks of a running request, swapped or, always with `recompute`, given up. The request waits, first
+        of equal priority, and resumes at the same tokens."""
         self.running.remove(request)
         self._slots.release_slots(request.sequences)
-        if self._swaps(request):
+        if not recompute and self._swaps(request):
             self.blocks.swap_out(request.request_id, request.sequence_ids)
             self.counters["preemptions_by_swap"] += 1
         else:

@@ -159,6 +159,17 @@ def test_a_resumed_sequence_without_tokens_starts_where_the_prompt_fills_its_blo
     }
 
 
+@pytest.mark.parametrize("policy", ["recompute", "swap", "auto"])
+def test_resumed_sequences_that_share_too_little_for_the_pool_begin_anew(tiny_llama: ModelInfo, policy: str) -> None:
+    """Those without tokens compute the last block of the prompt each; with tokens, they share it."""
+    job = text("r", 16, sampled(4, n=4))
+    whole = run(make_engine(tiny_llama), [job], watch=False).tokens
+    engine = make_engine(tiny_llama, 8, preemption=policy, swap_bytes=2**21)
+    driver = run(engine, [replace(job, resumed=[Resumed(0, whole["r", 0][:1]), *(Resumed(i, []) for i in (1, 2, 3))])])
+    assert driver.tokens == {(name, index): tokens[index == 0 :] for (name, index), tokens in whole.items()}
+    assert engine.stats()["preemptions_total"] == 1
+
+
 def test_a_picture_in_the_block_that_a_sequence_without_tokens_computes_is_asked_for(tiny_vision: ModelInfo) -> None:
     """The first sequence, which has tokens, would find the block in the prefix cache."""
     token_ids = [*text_tokens(1, 2), tiny_vision.placeholder_token_id or 0, *text_tokens(3, 2)]
