@@ -10,7 +10,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any, Final
 
-from fastapi.responses import JSONResponse
+from fastapi.responses import Response
 
 from common.errors import invalid
 from common.media.videos import prompt_text
@@ -30,7 +30,7 @@ from proxy.dispatch.jobs import Job, MediaItem, make_slots
 from proxy.dispatch.text_stream import Choice, Delta, TextStream, best
 from proxy.media.intake import MediaSource
 from proxy.server.limits import RequestTickets
-from proxy.server.request_context import Payload, RequestContext, Sse
+from proxy.server.request_context import Payload, RequestContext, Sse, json_answer
 from proxy.service import Service
 
 _MEDIA: Final[dict[str, tuple[MediaKind, dict[str, str]]]] = {
@@ -50,7 +50,7 @@ async def chat_completions(service: Service, context: RequestContext) -> AsyncGe
     answer = await begin_answer(service, context, body)
     async with aclosing(answer.source.deltas()) as deltas:
         if not body.stream:
-            yield answer.whole(await answer.choices(deltas))
+            yield await asyncio.to_thread(answer.whole, await answer.choices(deltas))
             return
         async for delta in deltas:
             for chunk in answer.chunks(delta):
@@ -119,8 +119,8 @@ class ChatAnswer:
             self._calls[index] = CallDeltas(self.service.dialect)
         return parser.feed(text, final=final)
 
-    def whole(self, choices: Sequence[Choice]) -> JSONResponse:
-        """Return the complete answer."""
+    def whole(self, choices: Sequence[Choice]) -> Response:
+        """Return the complete answer. Log-probabilities take seconds, which no other request should wait."""
         body = self.body
         value: dict[str, Any] = {**self.head}
         value["choices"] = [
@@ -137,7 +137,7 @@ class ChatAnswer:
         ]
         if body.prompt_logprobs is not None and isinstance(self.source, TextStream):
             value["prompt_logprobs"] = self.shapes.prompt(self.source.prompt_logprobs)
-        return JSONResponse({**value, "usage": self.source.usage.to_json()})
+        return json_answer({**value, "usage": self.source.usage.to_json()})
 
     def _message(self, index: int, choice: Choice) -> dict[str, Any]:
         parts = self.parts(index, choice.text, final=True)

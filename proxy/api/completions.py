@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fastapi.responses import JSONResponse
+from fastapi.responses import Response
 
 from common.messages import TokenLogprob
 from proxy.api.logprobs import CompletionLogprobs, LogprobShapes
@@ -17,7 +17,7 @@ from proxy.api.openai_types import CompletionRequest, parse
 from proxy.api.prompts import check_number, decoder_prompts, make_jobs, processed_prompts
 from proxy.dispatch.jobs import Job
 from proxy.dispatch.text_stream import Choice, Delta, TextStream, Usage, best
-from proxy.server.request_context import Payload, RequestContext, Sse
+from proxy.server.request_context import Payload, RequestContext, Sse, json_answer
 from proxy.service import LineName, Service
 
 Begins = list[tuple[str, dict[str, Any]]]
@@ -48,7 +48,10 @@ async def completions(service: Service, context: RequestContext) -> AsyncGenerat
     }
     async with aclosing(merge_streams([text.deltas() for text in texts])) as deltas:
         if not body.stream:
-            yield await _whole(head, body, answers, deltas)
+            found = [[Choice() for _ in range(answer.stream.job.sampling.n)] for answer in answers]
+            async for number, delta in deltas:
+                found[number][delta.index].add(answers[number].for_client(delta))
+            yield await asyncio.to_thread(_whole, head, body, answers, found)
             return
         num_emitted = 0  # tokens: those of several prompts are counted ahead of their emission
         async for number, delta in deltas:
@@ -112,16 +115,10 @@ class _CompletionAnswer:
         }
 
 
-async def _whole(
-    head: dict[str, Any],
-    body: CompletionRequest,
-    answers: list[_CompletionAnswer],
-    deltas: AsyncGenerator[tuple[int, Delta]],
-) -> JSONResponse:
-    width = body.width if body.picks_best else body.num_choices
-    found = [[Choice() for _ in range(width)] for _ in answers]
-    async for number, delta in deltas:
-        found[number][delta.index].add(answers[number].for_client(delta))
+def _whole(
+    head: dict[str, Any], body: CompletionRequest, answers: list[_CompletionAnswer], found: list[list[Choice]]
+) -> Response:
+    """Return the complete answer, as `ChatAnswer.whole` does."""
     choices = []
     for number, answer in enumerate(answers):
         for rank, one in enumerate(best(found[number], body.num_choices)):
@@ -129,7 +126,7 @@ async def _whole(
             if body.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = answer.shapes.prompt(answer.stream.prompt_logprobs)
             choices.append({**choice, **body.token_ids_of(one.token_ids)})
-    return JSONResponse({**head, "choices": choices, "usage": _usage(answers).to_json()})
+    return json_answer({**head, "choices": choices, "usage": _usage(answers).to_json()})
 
 
 def _usage(answers: list[_CompletionAnswer]) -> Usage:

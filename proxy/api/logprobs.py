@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
+
 from broker.cluster.rpc import MAX_FROM_WORKER_BYTES
 from common.errors import invalid
 from common.messages import TokenLogprob, encode
@@ -43,9 +45,10 @@ class LogprobShapes:
     def _chat_token(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {"token": self.name(token_id), "logprob": _finite(logprob), "bytes": [*self.texts.bytes_of(token_id)]}
 
-    def prompt(self, entries: Sequence[TokenLogprob | None]) -> list[dict[str, Any] | None]:
-        """Return `prompt_logprobs`: per token of the prompt, log-probabilities by token id; None for the first."""
-        return [None if entry is None else self._by_id(entry) for entry in entries]
+    def prompt(self, entries: Sequence[TokenLogprob | None]) -> list[msgspec.Raw | None]:
+        """Return `prompt_logprobs` as JSON: per token of the prompt, log-probabilities by token id; None for the first.
+        Objects of 47,000 tokens would take several hundred megabytes."""
+        return [None if one is None else msgspec.Raw(msgspec.json.encode(self._by_id(one))) for one in entries]
 
     def _by_id(self, entry: TokenLogprob) -> dict[str, Any]:
         ranked = {entry.token_id: (entry.logprob, entry.rank)}

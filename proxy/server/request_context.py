@@ -24,6 +24,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
+import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
@@ -303,6 +304,11 @@ class EventStream(Response):
             await send(_event(Sse(error_body(info))))
             await send(_event(Sse(None)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def json_answer(value: dict[str, Any]) -> Response:
+    """Return a whole answer. Its JSON is msgspec's: with log-probabilities it may have many megabytes."""
+    return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 def _event(event: Sse) -> Message:

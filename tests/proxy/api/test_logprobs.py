@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import threading
 from itertools import pairwise
 
 import pytest
@@ -129,6 +131,31 @@ async def test_prompt_log_probabilities_come_by_token_id(rig):
     assert second["7"]["rank"] == 2
     chat = await rig.chat(extra_body={"prompt_logprobs": 0})
     assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "logprobs": True}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "prompt_logprobs": 0}),
+        ("/v1/completions", {"prompt": "x y", "logprobs": 0}),
+        ("/v1/completions", {"prompt": "x y", "prompt_logprobs": 0}),
+    ],
+)
+async def test_other_requests_are_answered_while_log_probabilities_are_written(rig, monkeypatch, path, fields):
+    begun, others_answered = threading.Event(), threading.Event()
+
+    def write_slowly(self: TokenTexts, token_id: int) -> str:
+        begun.set()
+        assert others_answered.wait(5)
+        return ""
+
+    monkeypatch.setattr(TokenTexts, "string_of", write_slowly)
+    asking = asyncio.create_task(rig.http.post(path, json=fields))
+    assert await asyncio.to_thread(begun.wait, 5)
+    assert (await rig.http.get("/version")).status_code == 200
+    others_answered.set()
+    assert (await asking).status_code == 200
 
 
 async def test_tokens_can_be_named_by_their_ids(rig):
