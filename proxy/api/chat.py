@@ -308,11 +308,12 @@ def _transcribe(
         raise invalid(message, "messages")
     for name, used in (
         ("n", body.num_choices > 1 or body.picks_best),
-        ("prompt_logprobs", body.prompt_logprobs),
+        ("prompt_logprobs", body.prompt_logprobs is not None),
         ("chat_template_kwargs", body.chat_template_kwargs),
         ("continue_final_message", body.continue_final_message),
         ("add_generation_prompt", body.add_generation_prompt is False),
         ("tools", body.usable_tools),
+        ("skip_special_tokens", body.skip_special_tokens is False),
         ("include_stop_str_in_output", body.include_stop_str_in_output),
         ("truncate_prompt_tokens", body.truncate_prompt_tokens),
     ):

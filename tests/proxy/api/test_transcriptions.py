@@ -148,7 +148,9 @@ async def test_what_does_not_go_with_a_decoder_prompt_is_named(speech_rig):
     form = {"decoder_prompt": prompt}
     response = await speech_rig.http.post("/v1/audio/translations", data=form, files={"file": _upload(speech(1))})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "decoder_prompt")
-    for name, value in (("chat_template_kwargs", {"a": 1}), ("add_generation_prompt", False)):
+    unused = {"chat_template_kwargs": {"a": 1}, "add_generation_prompt": False}
+    unused |= {"skip_special_tokens": False, "prompt_logprobs": 0}
+    for name, value in unused.items():
         with pytest.raises(openai.BadRequestError, match=f"{name} is not available"):
             await speech_rig.chat([audio_part(speech(1))], extra_body={name: value})
 
