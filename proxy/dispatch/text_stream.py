@@ -173,7 +173,7 @@ class TextStream:
             self.job.enough.add(sequence.index)
         elif not text:
             return None
-        begin, sequence.num_emitted = sequence.num_emitted, len(sequence.token_ids)
+        begin, sequence.num_emitted = max(forced, sequence.num_emitted), len(sequence.token_ids)
         token_ids, logprobs = tuple(sequence.token_ids[begin:]), tuple(sequence.logprobs[begin:])
         return Delta(text, finish, token_ids, sequence.index, logprobs, batch.score)
 

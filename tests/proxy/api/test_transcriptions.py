@@ -186,6 +186,26 @@ async def test_a_detected_language_is_reported_and_its_tokens_are_not_text(speec
     assert speech_rig.cluster.decoders[0].of(Generate)[-1].sampling.max_tokens == 13
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tokens_and_log_probabilities_of_a_chat_are_those_that_count(speech_rig, whisper_model, stream):
+    """Not the control tokens of a language that the model has detected: they are none where the request tells it."""
+    words = speech_rig.cluster.text.encode(" oui", add_special_tokens=False)
+    language = whisper_model.generation["lang_to_id"]["<|fr|>"]
+    speech_rig.cluster.decoders[0].answer = lambda message: [
+        *([language] if message.sampling.prefix_allowed else []),
+        *(allowed[0] for allowed in message.sampling.prefix_allowed[1:]),
+        *words,
+    ]
+    for told in ({}, {"language": "fr"}):
+        extra = {"return_token_ids": True, **told}
+        answer = await speech_rig.chat([audio_part(speech(1))], logprobs=True, stream=stream, extra_body=extra)
+        chunks = [chunk async for chunk in answer] if stream else [answer]
+        choices = [choice for chunk in chunks for choice in chunk.choices]
+        tokens = [token for choice in choices for token in choice.token_ids]
+        assert tokens == [*words, whisper_model.eos_token_ids[0]]
+        assert sum(len(choice.logprobs.content) for choice in choices if choice.logprobs) == len(tokens)
+
+
 async def test_a_long_recording_is_cut_where_it_is_quiet_and_joined_in_order(speech_rig, whisper_model):
     decoder = speech_rig.cluster.decoders[0]
     generation = whisper_model.generation
