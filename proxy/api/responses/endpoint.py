@@ -117,7 +117,7 @@ class _Response:
                 "summary": None if reasoning is None else reasoning.summary,
             },
             "store": self.is_kept,
-            **self._sampling(extra),
+            **self._sampling(),
             "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": body.tool_choice or "auto",
             "tools": [{"description": None, "parameters": None, "strict": None, **tool} for tool in body.tools or ()],
@@ -131,16 +131,11 @@ class _Response:
             "usage": None if status == "in_progress" else self._usage(self.answer.source.usage),
         }
 
-    def _sampling(self, extra: dict[str, Any]) -> dict[str, Any]:
+    def _sampling(self) -> dict[str, Any]:
         """Return the sampling in effect."""
-        defaults = {"temperature": 1.0, "top_p": 1.0, **self.service.sampling_defaults}
-        return {
-            "temperature": defaults["temperature"] if self.body.temperature is None else self.body.temperature,
-            "top_p": defaults["top_p"] if self.body.top_p is None else self.body.top_p,
-            "presence_penalty": extra.get("presence_penalty") or 0.0,
-            "frequency_penalty": extra.get("frequency_penalty") or 0.0,
-            "top_logprobs": 0,
-        }
+        names = "temperature", "top_p", "presence_penalty", "frequency_penalty"
+        sampling = self.answer.source.job.sampling
+        return {**{name: getattr(sampling, name) for name in names}, "top_logprobs": 0}
 
     def _usage(self, usage: Usage) -> dict[str, Any]:
         """Return the counts of tokens. Those of reasoning are counted by its text."""

@@ -12,8 +12,8 @@ from common.errors import ErrorInfo
 from common.messages import Encode, Failed, Generate
 from proxy.conversation.store import ResponseStore
 from tests.proxy.api.test_tools import CALLS, TEMPLATE, answers, prompt
+from tests.proxy.sample_media import audio_part, picture, speech
 from tests.proxy.sample_media import image_part as chat_image
-from tests.proxy.sample_media import picture
 
 NOW = {"type": "function", "name": "now", "parameters": {"type": "object", "properties": {}}, "strict": True}
 WEATHER = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}}
@@ -51,6 +51,17 @@ async def test_text_is_answered_with_all_fields_of_a_response(response_rig):
     assert answer.usage.input_tokens_details.cached_tokens == answer.usage.output_tokens_details.reasoning_tokens == 0
     assert prompt(response_rig).startswith("<system>Be brief.<user>Which?")
     assert response_rig.cluster.decoders[0].of(Generate)[-1].sampling.max_tokens == 20
+
+
+async def test_a_response_tells_the_sampling_in_effect(response_rig, speech_rig):
+    extra = {"presence_penalty": 0.5, "frequency_penalty": -0.5}
+    answer = (await ask(response_rig, temperature=0.5, top_p=0.25, extra_body=extra)).model_dump()
+    assert (answer["temperature"], answer["top_p"]) == (0.5, 0.25)
+    assert {name: answer[name] for name in extra} == extra
+    answer = await ask(response_rig)
+    assert (answer.temperature, answer.top_p) == (1, 1)
+    heard = [{"role": "user", "content": [audio_part(speech(1))]}]
+    assert (await ask(speech_rig, input=heard)).temperature == 0
 
 
 async def test_events_of_text_come_in_order_and_are_numbered(response_rig):
