@@ -94,14 +94,14 @@ class CalledFunction(BaseModel):
     """`arguments` are JSON; some clients send the object itself."""
 
     name: str
-    arguments: dict[str, Any] | str = "{}"
+    arguments: dict[str, Any] | str | None = None
 
     def for_template(self) -> dict[str, Any]:
         """Return name and arguments, as an object where they are one: that is what templates take."""
-        arguments: Any = self.arguments
+        arguments: Any = self.arguments or {}
         if isinstance(arguments, str):
             try:
-                parsed = json.loads(arguments or "{}")
+                parsed = json.loads(arguments)
             except (ValueError, RecursionError):
                 parsed = None
             arguments = parsed if isinstance(parsed, dict) else arguments
@@ -110,7 +110,7 @@ class CalledFunction(BaseModel):
 
 class ToolCall(BaseModel):
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     function: CalledFunction
 
 

@@ -201,6 +201,15 @@ async def test_calls_results_and_reasoning_go_through_the_template(tool_rig):
     assert "<tool>rain(of c1)<assistant>low" in prompt(tool_rig)
 
 
+async def test_an_earlier_call_may_leave_out_what_null_stands_for(tool_rig):
+    call = {"id": None, "type": None, "function": {"name": "now", "arguments": None}}
+    response = await tool_rig.http.post(
+        "/tokenize", json={"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}
+    )
+    assert response.status_code == 200, response.text
+    assert "=now:" in tool_rig.cluster.text.decode(response.json()["tokens"])
+
+
 async def test_half_an_emoji_in_earlier_arguments_is_written_as_a_replacement(tool_rig):
     call = {"id": "c1", "function": {"name": "get_weather", "arguments": '{"city": "Rome \\ud83d!"}'}}
     messages = [USER, {"role": "assistant", "tool_calls": [call]}]
