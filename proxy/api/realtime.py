@@ -72,6 +72,9 @@ class _Format(BaseModel):
     rate: Literal[24000] = RATE
 
 
+_InputName = Literal["format", "noise_reduction", "transcription", "turn_detection"]
+
+
 def _of_input(name: str, default: Any) -> Any:
     return Field(default, validation_alias=AliasChoices(AliasPath("audio", "input", name), f"input_audio_{name}", name))
 
@@ -88,6 +91,8 @@ class SessionSettings(BaseModel):
     turn_detection: _TurnDetection | None = _of_input("turn_detection", _TurnDetection(type="server_vad"))
     include: list[str] | None = Field(None, max_length=0)
     modalities: Any = None
+    audio: dict[Literal["input"], dict[_InputName, Any]] | None = None
+    """For its names alone, each of which must be known: the values are those of the fields above."""
 
     def to_json(self, session_id: str, *, beta: bool) -> dict[str, Any]:
         wished = self.model_dump(include={"transcription", "turn_detection"})

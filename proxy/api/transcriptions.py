@@ -54,15 +54,14 @@ class ChunkingStrategy(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _of_text(cls, value: Any) -> Any:
-        """Take `auto`, or the object as JSON: fields of forms are texts."""
-        if not isinstance(value, str):
-            return value
-        if not value.lstrip().startswith("{"):
+        """Take `auto`, or the object as JSON: fields of forms are texts. Null counts as not given."""
+        if isinstance(value, str) and not value.lstrip().startswith("{"):
             return {"type": value}
         try:
-            return json.loads(value)
+            given = json.loads(value) if isinstance(value, str) else value
         except (ValueError, RecursionError) as error:
             raise ValueError(f"is not JSON: {error}") from error
+        return {name: one for name, one in given.items() if one is not None} if isinstance(given, dict) else given
 
 
 class TranscriptionForm(BaseModel):

@@ -282,6 +282,18 @@ BAD_SETTINGS = (
     ({"audio": {"input": {"transcription": {"language": "klingon"}}}}, "unknown language", "language"),
     ({"include": ["item.input_audio_transcription.logprobs"]}, "at most 0", "include"),
     ({"instructions": "be kind"}, "not a known field", "instructions"),
+    (
+        {"audio": {"input": {"turn_detecion": None, "transcription": {}}}},
+        "should be 'format', 'noise_reduction', 'transcription' or 'turn_detection', not 'turn_detecion'",
+        "audio.input.turn_detecion",
+    ),
+    ({"audio": {"input": {"transcription": {}}, "output": {}}}, "should be 'input', not 'output'", "audio.output"),
+)
+GOOD_SETTINGS = (
+    {"audio": {"input": {}}},
+    {"audio": {}},
+    {"audio": {"input": {"turn_detection": {"type": "server_vad", "threshold": None, "silence_duration_ms": None}}}},
+    {"input_audio_format": "pcm16", "turn_detection": {"type": "server_vad", "prefix_padding_ms": None}},
 )
 
 
@@ -304,6 +316,14 @@ async def test_whatever_is_wrong_is_an_error_and_the_session_goes_on(speech_rig,
     await caller.append(speech(0.5))
     await caller.send("input_audio_buffer.commit")
     await caller.until(f"{ITEM}.completed")
+
+
+async def test_settings_may_leave_out_all_or_say_null(caller):
+    created = await caller.until("session.created")
+    for session in GOOD_SETTINGS:
+        await caller.send("session.update", session=session)
+        updated = await caller.until("session.updated")
+        assert updated["session"]["audio"] == created["session"]["audio"]
 
 
 async def test_the_buffer_is_bounded_and_counted(speech_rig, caller, monkeypatch, no_guesses):
