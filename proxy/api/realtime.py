@@ -284,6 +284,7 @@ class Session:
                 at_ms = self._listener.end * 1000 // BYTES_PER_S
                 await self._send("input_audio_buffer.speech_stopped", audio_end_ms=at_ms, **about)
                 await self._commit()
+            await asyncio.sleep(0)  # a minute of audio takes a third of a second
         self._account()
         self._changed.set()
 
@@ -385,6 +386,6 @@ class Session:
             segment.context = None
 
     def _account(self) -> None:
-        """Release the memory of audio that has gone."""
+        """Hold memory for the audio that is there: less than before, but for an event that is still being heard."""
         held = len(self._listener.audio) + sum(len(segment.audio) for segment in self._committed)
-        self._held.release(max(0, self._held.num_bytes - held))
+        self._held.release(self._held.num_bytes - held)

@@ -7,6 +7,7 @@ import base64
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from common.errors import ErrorInfo
 from common.messages import Encode, Generate
 from proxy.api import realtime as endpoint
+from proxy.api.live_audio import LiveAudio
 from tests.proxy.conftest import ProxyHarness, eventually
 
 RATE = 24_000
@@ -324,6 +326,30 @@ async def test_settings_may_leave_out_all_or_say_null(caller):
         await caller.send("session.update", session=session)
         updated = await caller.until("session.updated")
         assert updated["session"]["audio"] == created["session"]["audio"]
+
+
+async def test_much_audio_in_one_event_keeps_no_other_client_waiting(speech_rig, caller, no_guesses, monkeypatch):
+    num_passes, seen, hear = 0, list[int](), LiveAudio.hear
+
+    async def count_passes_of_the_loop() -> None:
+        nonlocal num_passes
+        while True:
+            num_passes += 1
+            await asyncio.sleep(0)
+
+    def noted(self: LiveAudio, pcm: bytes) -> str | None:
+        seen.append(num_passes)
+        return hear(self, pcm)
+
+    monkeypatch.setattr(LiveAudio, "hear", noted)
+    await caller.send("session.update", session=MANUAL)
+    await caller.until("session.updated")
+    counting = asyncio.create_task(count_passes_of_the_loop())
+    await caller.append(speech(3), piece_s=3)
+    await eventually(lambda: len(seen) == 30)
+    counting.cancel()
+    assert all(before < after for before, after in pairwise(seen))
+    assert speech_rig.service.admission.budget.held_bytes == 3 * 2 * RATE
 
 
 async def test_the_buffer_is_bounded_and_counted(speech_rig, caller, monkeypatch, no_guesses):
