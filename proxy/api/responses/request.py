@@ -124,7 +124,8 @@ def renamed(error: TriptychError) -> TriptychError:
     names = {"response_format": "text.format", "max_completion_tokens": "max_output_tokens"}
     names |= {"reasoning_effort": "reasoning.effort"}
     new = "input" if param.startswith("messages") else names.get(param, param.replace(".function.", "."))
-    return TriptychError(error.info.code, error.info.message.replace(param, new), new)
+    message = error.info.message.replace(param, new).replace("tool_call_id", "call_id")
+    return TriptychError(error.info.code, message, new)
 
 
 def messages_of(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

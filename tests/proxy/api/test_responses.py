@@ -222,6 +222,7 @@ def test_the_store_stays_within_its_budget_and_drops_the_longest_unused():
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "item_reference"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0]", "input_image"),
         ({"input": [{"role": "wizard", "content": "x"}]}, "input", "system"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input", "input: call_id is missing"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]", "web_search"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "a b"),
         ({"background": True}, "background", "not supported"),
