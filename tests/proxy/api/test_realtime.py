@@ -22,6 +22,7 @@ from common.errors import ErrorInfo
 from common.messages import Encode, Generate
 from proxy.api import realtime as endpoint
 from proxy.api.live_audio import LiveAudio
+from proxy.server.limits import QueueDelayLimiter
 from tests.proxy.conftest import ProxyHarness, eventually
 
 RATE = 24_000
@@ -265,6 +266,18 @@ async def test_a_commit_does_not_wait_for_a_transcription_of_less(speech_rig, ca
     await caller.until(f"{ITEM}.completed")
     assert speech_rig.aborted()
     await eventually(lambda: speech_rig.service.admission.inflight == 0)
+
+
+async def test_under_load_early_words_are_left_out_and_a_segment_is_refused_once(speech_rig, caller, monkeypatch):
+    looks = []
+    monkeypatch.setattr(QueueDelayLimiter, "excess_s", property(lambda line: looks.append(line) or 5.0))
+    await caller.send("session.update", session=MANUAL)
+    await caller.append(speech(1))
+    await eventually(lambda: bool(looks))
+    assert speech_rig.count("refused_total", reason="wait") == 0
+    await caller.send("input_audio_buffer.commit")
+    assert (await caller.until(f"{ITEM}.failed"))["error"]["code"] == "overloaded"
+    assert speech_rig.count("refused_total", reason="wait") == 1
 
 
 BAD_EVENTS = (
