@@ -6,6 +6,7 @@ those of quantised weights. Whoever lacks AVX2 (x86 before Haswell, Zen), or a c
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -75,10 +76,11 @@ def load_kernels(source: KernelSource | None = None) -> ctypes.CDLL:
     # OpenMP is that of PyTorch, which has to be loaded first: two of them would compete for the cores.
     import torch  # noqa: F401
 
-    try:
-        return loaded.setdefault(source, ctypes.CDLL(str(compiled_kernels(source))))
-    except OSError as error:
-        raise KernelsUnavailableError(f"the compiled kernels do not load: {error}") from error
+    with contextlib.ExitStack() as once_loaded:
+        try:
+            return loaded.setdefault(source, ctypes.CDLL(str(compiled_kernels(source, once_loaded))))
+        except OSError as error:
+            raise KernelsUnavailableError(f"the compiled kernels do not load: {error}") from error
 
 
 def cpu_flags() -> frozenset[str]:
@@ -90,11 +92,12 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), []))
 
 
-def compiled_kernels(source: KernelSource) -> Path:
+def compiled_kernels(source: KernelSource, end: contextlib.ExitStack | None = None) -> Path:
     """Return the path of the library, compiled if missing. The name contains source and flags, and fits any equal
     processor.
 
-    An image whose workers have no compiler can call this while it is built.
+    An image whose workers have no compiler can call this while it is built. Where the user's cache cannot be written,
+    the library lies in a folder of this call, removed at `end`: once loaded, it needs no file.
     """
     texts = [path.read_text() for path in (source.path, *map(_FOLDER.joinpath, _HEADERS))]
     digest = hashlib.sha256(" ".join((*texts, *source.flags)).encode()).hexdigest()[:16]
@@ -107,25 +110,27 @@ def compiled_kernels(source: KernelSource) -> Path:
         raise KernelsUnavailableError(
             f"no C++ compiler: none of {', '.join(_COMPILERS)} is on PATH, and CXX is not set"
         )
-    try:
+    with contextlib.suppress(OSError):  # a read-only home, say
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _compile(compiler, source, path)
-    except OSError:  # a read-only home, say: a folder of this process alone will do
-        path = Path(tempfile.mkdtemp(prefix="triptych-")) / name
-        _compile(compiler, source, path)
-    return path
+        return _compile(compiler, source, path)
+    own = Path(tempfile.mkdtemp(prefix="triptych-"))
+    if end is not None:
+        end.callback(shutil.rmtree, own, ignore_errors=True)
+    return _compile(compiler, source, own / name)
 
 
 def _cache_folder() -> Path:
-    """Return the user's cache folder; without a home, a new folder for this process."""
+    """Return the user's cache folder; without a home, one that can be neither read nor written."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "triptych"
     except RuntimeError:
-        return Path(tempfile.mkdtemp(prefix="triptych-"))
+        return Path(os.devnull)
 
 
-def _compile(compiler: str, source: KernelSource, path: Path) -> None:
-    """Compile into a temporary file and rename: several workers may compile at once, and the last rename wins."""
+def _compile(compiler: str, source: KernelSource, path: Path) -> Path:
+    """Compile into a temporary file, rename it to `path` and return that: several workers may compile at once, and the
+    last rename wins.
+    """
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".so", delete=False) as file:
         temporary = Path(file.name)
     try:
@@ -134,7 +139,7 @@ def _compile(compiler: str, source: KernelSource, path: Path) -> None:
         if done.returncode != 0:
             first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
             raise KernelsUnavailableError(f"{compiler} cannot compile the kernels: {first}")
-        temporary.rename(path)
+        return temporary.rename(path)
     except subprocess.SubprocessError as error:
         raise KernelsUnavailableError(f"{compiler} does not run: {error}") from error
     finally:

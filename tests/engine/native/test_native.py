@@ -287,6 +287,26 @@ def test_without_a_home_the_kernels_are_compiled_into_a_folder_of_this_process(
     assert path.exists()
 
 
+@pytest.mark.parametrize("cpp", ['extern "C" int one() { return 1; }', "not C++"])
+def test_without_a_cache_nothing_is_left_of_the_library_once_it_is_loaded(
+    cpp: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kernels.cpp").write_text(cpp)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kernels.cpp"))  # no folder: nothing can be written below it
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(build, "loaded", {})
+    source = build.step_kernels()._replace(path=tmp_path / "kernels.cpp")
+    build.load_kernels.cache_clear()
+    try:
+        assert build.load_kernels(source).one() == 1
+    except build.KernelsUnavailableError:
+        assert cpp == "not C++"
+    finally:
+        build.load_kernels.cache_clear()
+    assert not list((tmp_path / "temporary").iterdir())
+
+
 def test_a_compiler_that_fails_is_named_with_its_first_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "kernels.cpp"
     broken.write_text("not C++")
