@@ -54,6 +54,7 @@ def bounds(wait: str) -> str:
         ("a heartbeat of a worker", workers.ABSENCE_S),
         ("a heartbeat of a worker", registry.ABSENCE_S),
         ("a silent sender of a tensor through the broker", redis_wire.LEASE_S),
+        ("a broken connection to a worker", registry.RECORD_TTL_S + workers.POLL_S),
         ("a heartbeat of a proxy", proxies.SILENCE_S),
         ("streams of a dead worker", STREAM_TTL_S),
         ("the receiver of an output", worker_context.LOOKUP_S),
