@@ -145,7 +145,7 @@ class DecoderEngine:
             self.loop.end(request)
 
     def _forget(self, request_id: str, attempt: int | None) -> None:
-        """Offers for this request in this attempt (with None: in any), early or late, are cancelled."""
+        """Offers for this request in this attempt, early or late, are cancelled; None as in `EarlyOffers.forget`."""
         self.state.emit(*self.input_receiver.early.forget(request_id, attempt))
         self.kv_receiver.end_request(request_id, attempt)
 

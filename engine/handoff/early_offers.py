@@ -65,8 +65,8 @@ class EarlyOffers(Generic[M]):
             del self._offers[request_id, input_id]
 
     def forget(self, request_id: str, request_attempt: int | None) -> list[Grant]:
-        """Record the end of a request in this attempt and all before; None: in every attempt."""
-        last = math.inf if request_attempt is None else request_attempt
+        """Record the end of a request in this attempt and all before; None: as far as known, else in every attempt."""
+        last = self._ended.get(request_id, math.inf) if request_attempt is None else request_attempt
         self._ended[request_id] = max(last, self._ended.get(request_id, -1))
         while len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)

@@ -89,7 +89,7 @@ class KvReceiver:
             self.offer(early)
 
     def end_request(self, request_id: str, request_attempt: int | None) -> None:
-        """End a request in this attempt (None: in every attempt); cancel later offers and parts."""
+        """End a request in this attempt (None as in `EarlyOffers.forget`); cancel later offers and parts."""
         self.state.emit(*self.early.forget(request_id, request_attempt))
         handoff = self._handoffs.pop(request_id, None)
         if handoff is None:

@@ -66,6 +66,16 @@ def test_a_request_that_has_ended_before_it_came_wants_no_offers_in_any_attempt(
     assert early.keep(offer("a", 0, 1, request_attempt=4)) == [Grant("a", 0, 1, "cancelled")]
 
 
+def test_an_abort_after_the_end_of_an_attempt_is_about_no_later_attempt() -> None:
+    early = EarlyOffers[Offer](LEASE_S)
+    early.forget("a", 1)
+    assert early.keep(offer("a", 0, 4, request_attempt=2)) == []
+    assert early.forget("a", None) == []
+    assert early.keep(offer("a", 0, 4, request_attempt=2)) == []
+    assert early.keep(offer("a", 0, 3, request_attempt=1)) == [Grant("a", 0, 3, "cancelled")]
+    assert early.pop("a", 0, request_attempt=2) == offer("a", 0, 4, request_attempt=2)
+
+
 def test_only_what_is_withdrawn_is_given_up_and_nobody_is_told() -> None:
     early = EarlyOffers[Offer](LEASE_S)
     early.keep(offer("a", 0, 1))
