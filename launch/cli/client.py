@@ -121,6 +121,7 @@ class ApiClient:
         )
         self.model = options.model
         """The model that is asked, once `connect` has chosen one."""
+        self._converses = True
 
     async def __aenter__(self) -> ApiClient:
         return self
@@ -182,10 +183,11 @@ class ApiClient:
         try:
             if any(media.type.startswith("audio/") for media in job.media):
                 await self._transcribe(job, outcome, on_text)
-            else:
+            elif self._converses or job.media:
                 messages = [*job.history, job.message]
                 await self._generate("/v1/chat/completions", {"messages": messages}, outcome, on_text)
-            if not job.media and (outcome.error or "").endswith(_HINT):
+                self._converses = not (outcome.error or "").endswith(_HINT)
+            if not self._converses and not job.media:
                 outcome.began = time.perf_counter()  # of the request that is answered
                 await self._generate("/v1/completions", {"prompt": job.prompt}, outcome, on_text)
         except httpx.HTTPError as error:

@@ -73,6 +73,12 @@ def test_failures_are_counted_by_their_message_and_the_exit_code_is_1(
     assert "3 failed: HTTP 400: messages: this prompt asks for failure" in output
 
 
+def test_a_model_without_conversations_is_asked_for_one_only_once(api: FakeApi) -> None:
+    plan = BenchPlan(parse_levels("1", "", constant=False), 5, 1, False, 0)
+    assert run_bench(make_jobs([], "a hundred", together=False), options(api), plan) == 0
+    assert ["prompt" in body for body in api.bodies] == [False] + [True] * 6
+
+
 def test_a_warm_up_that_fails_ends_the_benchmark(api: FakeApi) -> None:
     plan = BenchPlan(parse_levels("2", "", constant=False), 3, 1, False, 0)
     with pytest.raises(TriptychError, match="the warm-up failed: HTTP 400"):
