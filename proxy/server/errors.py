@@ -163,12 +163,15 @@ def install(app: FastAPI) -> None:
     """Install handlers for every error of `app`, unknown routes and bugs included."""
 
     @app.exception_handler(TriptychError)
-    async def on_known(request: Request, error: TriptychError) -> JSONResponse:
+    @app.exception_handler(Exception)
+    async def on_error(request: Request, error: Exception) -> JSONResponse:
         info = note_failure(request, error)
         request_id = getattr(request.state, "request_id", None)
         headers = {"x-request-id": request_id} if request_id else {}
         if isinstance(error, Overloaded):
             headers["Retry-After"] = str(error.retry_after_s)
+        elif not isinstance(error, TriptychError):
+            headers["Connection"] = "close"  # as uvicorn does
         return error_response(info, headers=headers)
 
     @app.exception_handler(HTTPException)
@@ -180,13 +183,6 @@ def install(app: FastAPI) -> None:
         code = "not_found" if error.status_code == 404 else "invalid_request"
         headers = dict(error.headers) if error.headers else None
         return error_response(ErrorInfo(code, message), error.status_code, headers)  # type: ignore[arg-type]
-
-    @app.exception_handler(Exception)
-    async def on_bug(request: Request, error: Exception) -> JSONResponse:
-        info = note_failure(request, error)
-        request_id = getattr(request.state, "request_id", None)
-        headers = {"Connection": "close"} | ({"x-request-id": request_id} if request_id else {})  # uvicorn closes it
-        return error_response(info, headers=headers)
 
 
 def _instead(path: str) -> str:
