@@ -6,6 +6,7 @@ collector, and no message carries a trace id. OpenTelemetry's packages are impor
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
@@ -45,6 +46,8 @@ class TraceExporter:
         self._waiting: deque[RequestRecord] = deque()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
+        self._reached = True
+        logging.getLogger(type(exporter).__module__).addFilter(lambda _: self._reached)  # of failures the first
 
     @classmethod
     def of_environment(cls, proxy: str, count_lost: Callable[[int], None]) -> TraceExporter | None:
@@ -77,6 +80,7 @@ class TraceExporter:
         """Export what waits, for CLOSE_S at most."""
         self._stop.set()
         self._thread.join(CLOSE_S)
+        self._reached = True  # what a closed exporter filters goes through
 
     def _run(self) -> None:
         stopped = False
@@ -96,6 +100,7 @@ class TraceExporter:
         except Exception as error:  # whatever the library or the network does, requests go on
             log.warning("traces were not exported", error=repr(error))
             done = False
+        self._reached = done
         if not done:
             self._count_lost(len(batch))
 

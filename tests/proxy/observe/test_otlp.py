@@ -124,3 +124,17 @@ def test_without_a_collector_nothing_of_opentelemetry_is_imported(monkeypatch):
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
+
+
+async def test_a_collector_that_takes_nothing_is_told_once_and_again_after_it_has_taken_some(serve, collector, caplog):
+    async with serve() as rig:
+        for status, lost, told in ((400, 1, 1), (400, 2, 1), (200, 2, 1), (400, 3, 2)):
+            collector.status, taken = status, len(collector.spans)
+            await rig.chat()
+            if status == 200:
+                await eventually(lambda taken=taken: len(collector.spans) > taken)
+            await eventually(lambda lost=lost: rig.count("traces_lost_total") == lost)
+            assert [record.levelname for record in caplog.records if "Failed to export" in record.message] == [
+                "ERROR"
+            ] * told
+        collector.status = 200
