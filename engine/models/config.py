@@ -116,10 +116,10 @@ def _rope(json: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 
 def _windows(json: dict[str, Any], kind: str, max_model_len: int) -> tuple[int | None, ...]:
     """Return the number of visible tokens for each layer, the own token included; None for all."""
-    sliding, window = sliding_layers(json, kind), json.get("sliding_window", _SLIDING_WINDOW)
+    window = json.get("sliding_window", _SLIDING_WINDOW)
     if window is None or window >= max_model_len:
-        return (None,) * len(sliding)
-    return tuple(int(window) if slides else None for slides in sliding)
+        return (None,) * int(json["num_hidden_layers"])
+    return tuple(int(window) if slides else None for slides in sliding_layers(json, kind))
 
 
 def sliding_layers(json: dict[str, Any], kind: str) -> list[bool]:
@@ -134,7 +134,7 @@ def sliding_layers(json: dict[str, Any], kind: str) -> list[bool]:
         first = int(json.get("max_window_layers", _MAX_WINDOW_LAYERS))
         default = [index >= first for index in range(num_layers)]
     else:
-        if json.get("sliding_window") and not kind.startswith(("qwen", "llama")):
+        if json.get("sliding_window") and not kind.startswith("qwen"):
             raise ValueError(f"sliding_window of model_type {kind!r} is not supported")
         return [False] * num_layers
     given = json.get("layer_types")

@@ -15,7 +15,7 @@ from engine.models.config import read_text_config
 from tests.engine.models.dense import decoder_of, edit_json, logits_of
 from tests.engine.models.test_decoders import assert_equal_logits, transformers_logits
 from tests.tiny.text import make_mistral, make_qwen3
-from tests.tiny_models import make_qwen2
+from tests.tiny_models import make_llama, make_qwen2
 
 
 @pytest.mark.parametrize(
@@ -59,11 +59,20 @@ def test_layers_without_a_window_of_ministral_which_calls_itself_mistral_see_all
     assert_equal_logits(logits_of(decoder_of(folder), input_ids), transformers_logits(folder, input_ids))
 
 
-def test_a_window_of_a_model_whose_layers_nobody_named_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["phi3", "llama"])
+def test_a_window_of_a_model_whose_layers_nobody_named_is_refused(tmp_path: Path, model_type: str) -> None:
     folder = make_mistral(tmp_path / "model")
-    edit_json(folder / "config.json", lambda config: {**config, "model_type": "phi3"})
-    with pytest.raises(ValueError, match="sliding_window of model_type 'phi3' is not supported"):
+    edit_json(folder / "config.json", lambda config: {**config, "model_type": model_type})
+    with pytest.raises(ValueError, match=f"sliding_window of model_type '{model_type}' is not supported"):
         read_text_config(load_model_info(str(folder)))
+
+
+@pytest.mark.parametrize("sliding_window", [None, 512])
+def test_a_window_as_long_as_the_context_is_none_whatever_the_model_is(
+    tmp_path: Path, sliding_window: int | None
+) -> None:
+    folder = make_llama(tmp_path / "model", sliding_window=sliding_window)
+    assert read_text_config(load_model_info(str(folder))).windows == (None,) * 3
 
 
 def test_what_a_config_does_not_say_about_windows_is_as_in_transformers(tmp_path: Path) -> None:
