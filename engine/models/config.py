@@ -51,13 +51,13 @@ def read_text_config(info: ModelInfo) -> TextConfig:
     """Read the configuration. Raises ValueError for unsupported features: other activations, partial rotation."""
     json = info.text_config
     activation = json.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
+    kind = str(json.get("model_type") or info.family.name)
+    if activation not in ("silu", "swish") and not kind.startswith("gemma3"):  # Gemma's is `hidden_activation`
         raise ValueError(f"activation {activation!r} is not supported; supported: silu")
     num_heads = int(json["num_attention_heads"])
     rope = _rope(json, info.config.get("text_config") or info.config)
     mrope_section = _MROPE_SECTIONS.get(info.family.name)
     axes: Any = rope.get("mrope_section", mrope_section)  # time, height, width
-    kind = str(json.get("model_type") or info.family.name)
     qwen2, qwen3 = kind.startswith("qwen2"), kind.startswith("qwen3")
     biased = bool(json.get("attention_bias", False)) and not qwen2
     return TextConfig(

@@ -67,6 +67,12 @@ def test_rope_scaling_beside_rope_parameters_scales_layers_without_a_window(
     assert_equal_logits(logits_of(decoder_of(folder), input_ids), transformers_logits(folder, input_ids))
 
 
+def test_the_activation_is_the_one_that_transformers_reads(tmp_path: Path, input_ids: torch.Tensor) -> None:
+    folder = make_gemma3_text(tmp_path / "model")
+    edit_json(folder / "config.json", lambda config: {**config, "hidden_act": "gelu"})
+    assert_equal_logits(logits_of(decoder_of(folder), input_ids), transformers_logits(folder, input_ids))
+
+
 def test_what_is_not_computed_is_refused(tmp_path: Path) -> None:
     folder = make_gemma3_text(tmp_path / "model", final_logit_softcapping=30.0)
     with pytest.raises(TriptychError, match="final_logit_softcapping is not supported"):
