@@ -388,10 +388,12 @@ def _template_source(info: ModelInfo, config: Mapping[str, Any]) -> str | None:
     """
     template_path = info.folder / "chat_template.jinja"
     tool_use_path = info.folder / "additional_chat_templates" / "tool_use.jinja"
-    # Models with media used to keep it in a file beside the tokenizer's.
-    source = read_json(info.folder / "chat_template.json").get("chat_template") or config.get("chat_template")
-    if template_path.is_file():
-        source = template_path.read_text()
+    # Models with media used to keep it beside the tokenizer's, where transformers' processors look first.
+    names = ("processor_config", "chat_template")
+    older = (read_json(info.folder / f"{name}.json").get("chat_template") for name in names if info.media_kind)
+    source = next(filter(None, older), None)
+    if source is None:
+        source = template_path.read_text() if template_path.is_file() else config.get("chat_template")
     named = {one["name"]: one["template"] for one in source} if isinstance(source, list) else {"default": source}
     source, tool_use = named.get("default"), named.get("tool_use")
     if tool_use_path.is_file():

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2AudioProcessor
+from transformers import AutoTokenizer, LlavaProcessor, PreTrainedTokenizerFast, Qwen2AudioProcessor
 
 from common.errors import TriptychError
 from common.model_info import load_model_info
 from common.text.processor import TextProcessor
-from tests.tiny import qwen
+from tests.tiny import llava, qwen
 from tests.tiny.text import make_qwen3
 
 CLIP, TEXT = {"type": "audio"}, {"type": "text", "text": "What's that?"}
@@ -61,6 +61,18 @@ def test_qwen2_audio_is_prompted_as_by_transformers(
 def test_a_template_of_its_own_goes_first(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{% for message in messages %}<|AUDIO|>!{% endfor %}")
     assert text_of(folder).render_chat([{"role": "user", "content": [CLIP]}]) == [261, ord("!")]
+
+
+@pytest.mark.parametrize("files", [["processor_config"], ["chat_template"], ["processor_config", "chat_template"]])
+def test_a_template_in_a_processors_file_is_taken_as_by_transformers(tmp_path: Path, files: list[str]) -> None:
+    """They go before the tokenizer's, which may be that of the text model alone."""
+    folder = llava.make_llava(tmp_path / "model")
+    (folder / "chat_template.json").unlink()
+    (folder / "chat_template.jinja").write_text("of the tokenizer")
+    for name in files:
+        (folder / f"{name}.json").write_text(json.dumps({"chat_template": f"of {name}"}))
+    theirs, _ = LlavaProcessor.get_processor_dict(folder)
+    assert text_of(folder).chat_text(OPEN) == theirs["chat_template"]
 
 
 OPEN = [{"role": "user", "content": "Colours?"}, {"role": "assistant", "content": "Red, green, "}]
