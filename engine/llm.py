@@ -442,8 +442,8 @@ class LLM:
             return videos.cut(item if isinstance(item, bytes) else str(item), rules, limits, "the video")
         frames, fps = item if isinstance(item, tuple) else (item, rules.fps or 2.0)
         images = [frame if isinstance(frame, Image.Image) else Image.fromarray(np.asarray(frame)) for frame in frames]
-        if len({image.size for image in images}) != 1:
-            raise TriptychError("bad_media", "the frames of a video have one size, and there is one at least")
+        if len({image.size for image in images}) != 1 or not fps > 0:
+            raise TriptychError("bad_media", "a video's frames have one size and a rate, and there is one at least")
         return videos.of_frames([_media_bytes(image.convert("RGB")) for image in images], images[0].size, fps, rules)
 
     def _offer_some(self, request_id: str, live: _Live) -> None:
@@ -553,18 +553,27 @@ def _chat_prompt(
 
 
 def _media_bytes(item: Any) -> bytes:
-    """Bytes of a media item given as bytes, a path, a PIL image, or (samples, sampling rate)."""
+    """Bytes of a media item given as bytes, a path, a PIL image, or (samples, sampling rate).
+
+    Raises TriptychError("bad_media") for anything else, and where it cannot be read.
+    """
     if isinstance(item, bytes):
         return item
-    if isinstance(item, str | Path):
-        return Path(item).read_bytes()
     buffer = io.BytesIO()
-    if isinstance(item, tuple):
-        import soundfile
+    try:
+        if isinstance(item, str | Path):
+            return Path(item).read_bytes()
+        if isinstance(item, tuple):
+            import soundfile
 
-        samples, sampling_rate = np.asarray(item[0]), int(item[1])
-        subtype = "FLOAT" if samples.dtype.kind == "f" else "PCM_32"  # whole numbers are parts of their range
-        soundfile.write(buffer, samples, sampling_rate, format="WAV", subtype=subtype)
-    else:
-        to_rgb(item).save(buffer, format="PNG")
+            samples, subtype = np.asarray(item[0]), "PCM_32"  # whole numbers are parts of their range
+            if samples.dtype.kind == "f":
+                samples, subtype = samples.astype(np.float32), "FLOAT"
+            soundfile.write(buffer, samples, int(item[1]), format="WAV", subtype=subtype)
+        else:
+            to_rgb(item).save(buffer, format="PNG")
+    except Exception as error:  # whatever an object of another kind makes the libraries stumble over
+        kinds, why = "a media item is bytes, a path, a PIL image, or (samples, sampling rate)", str(error)
+        message = f"{kinds}; this {type(item).__name__} cannot be read: {why or type(error).__name__}"
+        raise TriptychError("bad_media", message) from error
     return buffer.getvalue()

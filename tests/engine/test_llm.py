@@ -195,6 +195,38 @@ def test_samples_in_whole_numbers_are_as_loud_as_in_a_file(dtype: str) -> None:
     assert np.abs(heard - tone(0.1)[:, 0]).max() < 2**-14
 
 
+def test_samples_in_half_precision_are_heard() -> None:
+    samples = tone(0.1).astype(np.float16)
+    assert np.array_equal(decode_audio(_media_bytes((samples, 16000)), 16000, 1.0), samples[:, 0])
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        "no/such.png",
+        np.zeros((56, 56, 3), np.uint8),
+        None,
+        (np.zeros(100, np.int64), 16000),
+        (np.zeros((1, 16000), np.float32), 16000),  # channels first
+        (16000, np.zeros(100, np.float32)),
+    ],
+    ids=["path", "array", "nothing", "whole numbers of 64 bits", "16000 channels", "rate first"],
+)
+def test_a_media_item_that_cannot_be_read_is_told_with_what_can(llm: LLM, item: object) -> None:
+    prompt = {**with_picture(llm, (56, 56)), "multi_modal_data": {"image": [item]}}
+    with pytest.raises(
+        TriptychError, match=r"a media item is bytes, a path, a PIL image, or \(samples, sampling rate\)"
+    ):
+        llm.generate([prompt], GREEDY)  # type: ignore[list-item]
+    assert llm.decoder.is_empty()
+
+
+def test_a_video_without_a_rate_is_refused(llm: LLM) -> None:
+    content = [{"type": "video", "video": ([noise(56, 56)] * 4, 0.0)}]
+    with pytest.raises(TriptychError, match="one size and a rate"):
+        llm.chat([{"role": "user", "content": content}], GREEDY)
+
+
 def test_pictures_are_counted_where_they_are_computed(llm: LLM) -> None:
     before = llm.decoder.stats()["encoder_computations"]
     llm.generate([with_picture(llm, (84, 56))], GREEDY)  # type: ignore[list-item]
