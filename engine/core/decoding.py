@@ -169,7 +169,7 @@ class Decoding:
             yield
         except Exception as error:  # whatever it is, the others have nothing to do with it
             log.exception("a request failed while its tokens were chosen", request=request.request_id)
-            message = f"the engine failed on this request: {error or type(error).__name__}"
+            message = f"the engine failed on this request: {str(error) or type(error).__name__}"
             results.append(GenerationFailed(request, ErrorInfo("internal_error", message)))
 
     def _fork(self, parent: Sequence, index: int) -> Sequence:

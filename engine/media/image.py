@@ -49,7 +49,7 @@ def decode_image(media: bytes) -> Image.Image:
         message = f"the picture ({len(media)} bytes) is not in one of the formats {formats}, or its start is damaged"
         raise TriptychError("bad_media", message) from error
     except Exception as error:  # PIL's decoders raise whatever a damaged file makes them stumble over
-        message = f"the picture ({len(media)} bytes) cannot be decoded: {error or type(error).__name__}"
+        message = f"the picture ({len(media)} bytes) cannot be decoded: {str(error) or type(error).__name__}"
         raise TriptychError("bad_media", message) from error
 
 

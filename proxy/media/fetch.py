@@ -88,7 +88,7 @@ class Fetcher:
             except TimeoutError:
                 raise _bad(param, f"{_shown(url)} took longer than {self._timeout_s:g} s") from None
             except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, ssl.SSLError) as error:
-                raise _bad(param, f"{_shown(url)} cannot be fetched: {error or type(error).__name__}") from error
+                raise _bad(param, f"{_shown(url)} cannot be fetched: {str(error) or type(error).__name__}") from error
         raise _bad(param, f"more than {MAX_REDIRECTS} redirects, the last to {_shown(url)}")
 
     def _parse(self, url: str, param: str) -> httpx.URL:

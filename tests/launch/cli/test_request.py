@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -169,6 +170,15 @@ def test_nobody_there_is_one_clear_error() -> None:
     options = ClientOptions("http://127.0.0.1:1", None, max_tokens=8, temperature=0.0, timeout_s=5)
     with pytest.raises(TriptychError, match=r"no OpenAI API at http://127.0.0.1:1 .*triptych serve"):
         run_requests([], "hello", options, parallel=1, repeat=1, live=False, together=False)
+
+
+def test_somebody_who_says_nothing_is_told_by_the_name_of_the_error() -> None:
+    """Python has no words for a time that is over."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        options = ClientOptions(url, None, max_tokens=8, temperature=0.0, timeout_s=0.1)
+        with pytest.raises(TriptychError, match=r"\(ReadTimeout\)"):
+            run_requests([], "hello", options, parallel=1, repeat=1, live=False, together=False)
 
 
 def test_files_that_make_no_request_are_refused(pictures: list[Path], tmp_path: Path) -> None:

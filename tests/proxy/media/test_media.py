@@ -135,6 +135,15 @@ async def test_a_url_that_says_nothing_is_given_up(serve):
         assert "secret" not in str(caught.value)
 
 
+async def test_an_error_without_words_has_its_name(serve):
+    """Python's own words of a connection that ends before TLS has begun are none."""
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    async with server, serve(allow_private_media_urls=True) as rig:
+        url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}/sign.png"
+        with pytest.raises(openai.BadRequestError, match=r"cannot be fetched: \w+Error"):
+            await rig.chat([_url_part(url)])
+
+
 async def test_endless_redirects_end(serve):
     async with web_server(lambda path: _redirect(path + "x")) as url, serve(allow_private_media_urls=True) as rig:
         with pytest.raises(openai.BadRequestError, match="more than 5 redirects"):
