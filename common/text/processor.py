@@ -290,7 +290,7 @@ class Detokenizer:
     """Tokens whose text this one continues: SentencePiece's tokenizers leave out a blank at the start of a new text."""
     stopped: bool = False
     _ids: list[int] = field(default_factory=list)
-    _begin: int = 0  # tokens of the prompt
+    _begin: int = 0  # tokens of the prompt, less those dropped behind it
     _prefix: int = 0  # tokens before this are settled; those from here to _read give context to the next ones
     _read: int = 0
     _pending: str = ""  # decoded, but may be the start of a stop string
@@ -317,6 +317,9 @@ class Detokenizer:
         if len(now) > len(before) and (final or not now.endswith("\ufffd")):  # else half a character
             self._prefix, self._read = self._read, len(self._ids)
             self._pending += now[len(before) :]
+        elif now == before and len(self._ids) - self._read >= _TAIL_TOKENS:  # special tokens, without any text
+            self._begin -= len(self._ids) - self._read
+            del self._ids[self._read :]
         stops = self.stop if self.num_tokens > self.min_tokens else ()
         found = [(at, at + len(stop)) for stop in stops if (at := self._pending.find(stop)) >= 0]
         if found:

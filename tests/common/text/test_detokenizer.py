@@ -60,6 +60,24 @@ def test_bytes_that_are_no_text_after_a_whole_character_do_no_harm(llamas: Any) 
     assert text.endswith("lo")
 
 
+def test_a_long_run_of_special_tokens_is_not_decoded_again_with_each(llamas: Any) -> None:
+    """As a model writes them that goes on behind its end. The blank of a word behind them stays."""
+    llamas.tokenizer.add_special_tokens(["</s>"])
+    [hello, half, rest] = ids_of(llamas, "▁Hello", "é".encode())
+    end, decode, sizes = llamas.tokenizer.token_to_id("</s>"), llamas.decode, list[int]()
+
+    def counted(ids: list[int], **options: Any) -> str:
+        sizes.append(len(ids))
+        return str(decode(ids, **options))
+
+    llamas.decode = counted
+    ids = [hello, *[end] * 100, hello, half, *[end] * 3, rest]
+    detokenizer = Detokenizer(llamas)
+    assert "".join(map(detokenizer.push, ([token] for token in ids))) == decode(ids)
+    assert detokenizer.num_tokens == len(ids)
+    assert max(sizes) < 20
+
+
 def test_stop_strings_are_found_across_tokens_and_held_back(llamas: Any) -> None:
     detokenizer = Detokenizer(llamas, ["éé"])
     pushed = [detokenizer.push([token]) for token in ids_of(llamas, "▁Hello", "é".encode(), "lo", "éé".encode(), "lo")]
