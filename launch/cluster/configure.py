@@ -45,7 +45,7 @@ def load_settings(flags: Flags) -> Settings:
         return Settings(**given)
     except ValidationError as error:
         raise invalid(explain(error, Settings, flags)) from error
-    except TOMLDecodeError as error:
+    except (TOMLDecodeError, UnicodeDecodeError) as error:
         file = os.environ.get(f"{ENV_PREFIX}CONFIG") or DEFAULT_FILE
         raise invalid(f"cannot read the configuration {Path(file).absolute()}: {error}") from error
     except (SettingsError, ValueError, OSError) as error:  # unreadable JSON in the environment, TOML in the file

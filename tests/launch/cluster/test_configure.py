@@ -90,9 +90,12 @@ def test_sizes_are_written_alike_everywhere(monkeypatch: pytest.MonkeyPatch, tmp
     assert settings.max_body_bytes == settings.engine.swap_bytes == 2 * 2**30
 
 
-def test_an_unreadable_file_is_said_to_be_one(tmp_path: Path) -> None:
-    (tmp_path / "triptych.toml").write_text("port = = 3")
-    with pytest.raises(TriptychError, match=r"cannot read the configuration /.*/triptych\.toml: Invalid value \(at"):
+@pytest.mark.parametrize(
+    ("content", "why"), [(b"port = = 3", r"Invalid value \(at"), (b"model = '\xff'", "'utf-8' codec can't decode")]
+)
+def test_an_unreadable_file_is_said_to_be_one(tmp_path: Path, content: bytes, why: str) -> None:
+    (tmp_path / "triptych.toml").write_bytes(content)
+    with pytest.raises(TriptychError, match=rf"cannot read the configuration /.*/triptych\.toml: {why}"):
         load_settings({})
 
 
