@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import time
@@ -136,7 +137,7 @@ class ApiClient:
         or wrong.
         """
         try:
-            response = await self._http.get("/v1/models", timeout=10.0)
+            response = await self._http.get("/v1/models", timeout=min(10.0, self._options.timeout_s))
             if response.status_code == httpx.codes.UNAUTHORIZED:
                 missing = "wants an API key: set TRIPTYCH_API_KEY, or api_key_file in triptych.toml"
                 wrong = "does not accept the API key of TRIPTYCH_API_KEY or api_key_file"
@@ -180,21 +181,26 @@ class ApiClient:
         """Send a job and wait for the end; `on_text` gets the pieces of the answer at once."""
         outcome = ClientResult(job)
         try:
-            if any(media.type.startswith("audio/") for media in job.media):
-                await self._transcribe(job, outcome, on_text)
-            elif self._converses or job.media:
-                messages = [*job.history, job.message]
-                await self._generate("/v1/chat/completions", {"messages": messages}, outcome, on_text)
-                self._converses = not (outcome.error or "").endswith(_HINT)
-            if not self._converses and not job.media:
-                outcome.began = time.perf_counter()  # of the request that is answered
-                await self._generate("/v1/completions", {"prompt": job.prompt}, outcome, on_text)
+            async with asyncio.timeout(self._options.timeout_s):  # httpx bounds the wait for each piece alone
+                await self._ask(job, outcome, on_text)
+        except TimeoutError:
+            outcome.error = f"no whole answer within {self._options.timeout_s:g} s; --timeout SECONDS waits longer"
         except httpx.HTTPError as error:
             outcome.error = f"{type(error).__name__}: {error}".rstrip(": ")
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             outcome.error = f"the answer is not as OpenAI's API has it: {error!r}"
         outcome.latency_s = time.perf_counter() - outcome.began
         return outcome
+
+    async def _ask(self, job: ClientRequest, outcome: ClientResult, on_text: OnText) -> None:
+        if any(media.type.startswith("audio/") for media in job.media):
+            await self._transcribe(job, outcome, on_text)
+        elif self._converses or job.media:
+            await self._generate("/v1/chat/completions", {"messages": [*job.history, job.message]}, outcome, on_text)
+            self._converses = self._converses and not (outcome.error or "").endswith(_HINT)
+        if not self._converses and not job.media:
+            outcome.began = time.perf_counter()  # of the request that is answered
+            await self._generate("/v1/completions", {"prompt": job.prompt}, outcome, on_text)
 
     async def _generate(self, path: str, prompt: dict[str, Any], outcome: ClientResult, on_text: OnText) -> None:
         """Stream the answer: otherwise the time to the first token could not be measured."""

@@ -14,8 +14,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 
 class FakeApi:
-    """`fail` in a prompt: HTTP 400; `cut`: the stream ends early; `hang`: no answer; `hundred`: no conversation; a JSON
-    object: that as the first event; else it is `the answer`."""
+    """`fail` in a prompt: HTTP 400; `cut`: the stream ends early; `hang`: no answer; `drip`: one without an end;
+    `hundred`: no conversation; a JSON object: that as the first event; else it is `the answer`."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -93,6 +93,9 @@ class FakeApi:
                 if "hang" in prompt:
                     self.hanging.set()
                     await asyncio.sleep(60)
+                while "drip" in prompt:
+                    yield _event({"choices": [{"index": 0, "delta": {"content": "."}, "finish_reason": None}]})
+                    await asyncio.sleep(0.05)
                 await asyncio.sleep(0.01)
             yield _event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
             yield _event({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}})

@@ -147,7 +147,15 @@ def test_an_odd_event_ends_no_more_than_its_request(
 def test_a_timeout_is_a_failure(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
     options = ClientOptions(api.url, None, max_tokens=8, temperature=0.0, timeout_s=0.3)
     assert run_requests([], "hang", options, parallel=1, repeat=1, live=False, together=False) == 1
-    assert "ReadTimeout" in capsys.readouterr().out
+    assert "✗ prompt: no whole answer within 0.3 s" in capsys.readouterr().out
+
+
+def test_an_answer_that_grows_for_ever_is_waited_for_no_longer(
+    api: FakeApi, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ClientOptions(api.url, None, max_tokens=8, temperature=0.0, timeout_s=0.5)
+    assert run_requests([], "drip", options, parallel=1, repeat=1, live=False, together=False) == 1
+    assert "✗ prompt: no whole answer within 0.5 s" in capsys.readouterr().out
 
 
 def test_ctrl_c_cancels_and_tells_what_was_done(api: FakeApi) -> None:
