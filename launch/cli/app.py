@@ -17,7 +17,7 @@ from launch.cli.options import ModelArgument, Url, takes_settings
 from launch.cluster.configure import Flags, load_settings
 from launch.terminal import commands
 
-EXIT_FAILURE, EXIT_USAGE = 1, 2
+EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 app = typer.Typer(
     name="triptych",
@@ -296,6 +296,8 @@ def main() -> None:
         _fail(error.info.message, EXIT_USAGE if usage else EXIT_FAILURE)
     except PermissionError as error:
         _fail(str(error), EXIT_USAGE)
+    except KeyboardInterrupt:  # while the command is still put together
+        _fail("", EXIT_INTERRUPTED)
     sys.exit(cast(int, code or 0))
 
 

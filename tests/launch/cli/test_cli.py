@@ -107,6 +107,16 @@ def test_a_bad_value_takes_one_line_and_exit_code_2(
     assert errors.count("\n") == 1
 
 
+def test_ctrl_c_before_a_command_begins_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("common.config.describe_settings", interrupted)  # for the options, after a slow import
+    assert run("status", monkeypatch, capsys) == (130, "", "")
+
+
 def test_a_model_that_is_not_supported_is_refused_with_those_that_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
