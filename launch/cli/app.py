@@ -67,7 +67,9 @@ def triptych(
 def serve(
     flags: Flags,
     model: ModelArgument = None,
-    start_timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Longest wait until all is ready.")] = 300.0,
+    start_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.1, help="Longest wait until all is ready.")
+    ] = 300.0,
     on: Annotated[Platform, typer.Option(help="Where the workers run: here, or as replicas of Ray Serve.")] = "here",
 ) -> None:
     """Start a whole cluster on this machine: broker, encoders, prefill and decode workers and the OpenAI API.

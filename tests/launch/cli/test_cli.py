@@ -83,6 +83,7 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         ("serve /no/such/folder", "cannot find the model '/no/such/folder': the folder does not exist"),
         ("serve signpost --port 0 --broker nonsense://x", "broker"),
         ("serve signpost --prot 1", "--prot"),
+        ("serve signpost --start-timeout -1", "--start-timeout"),
         ("worker --role encoder", "give --broker"),
         ("worker --role cook", "--role"),
         ("status", "no cluster 'triptych' of yours runs on this machine: give --broker"),
