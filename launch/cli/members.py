@@ -66,11 +66,11 @@ class Members:
     async def find(self, instance_id: str, *, or_proxy: bool = False) -> InstanceRecord:
         """Return the record of a worker, or of a proxy. Raises TriptychError("invalid_request") with the known ids."""
         records = await self.records()
-        workers = {name: record for name, record in records.items() if record.role != "proxy"}
-        if instance_id in (records if or_proxy else workers):
+        known = sorted(name for name, record in records.items() if or_proxy or record.role != "proxy")
+        if instance_id in known:
             return records[instance_id]
-        known = f"it has {', '.join(sorted(workers))}" if workers else "it has none"
-        message = f"there is no worker {instance_id!r} in cluster {self._cluster!r} now: {known}"
+        what, has = "worker or proxy" if or_proxy else "worker", ", ".join(known) or "none"
+        message = f"there is no {what} {instance_id!r} in cluster {self._cluster!r} now: it has {has}"
         raise invalid(message, "id")
 
     async def drain(self, instance_id: str, timeout_s: float, tell: Tell) -> None:

@@ -142,9 +142,11 @@ async def test_workers_come_go_and_change_their_roles_and_no_request_notices(ser
 
 async def test_what_cannot_be_is_refused_with_the_reason(serving: Serving) -> None:
     async with members() as cluster:
-        with pytest.raises(TriptychError, match=r"no worker 'pd7' in cluster 'triptych' now: it has e0, e1, e2$"):
+        with pytest.raises(
+            TriptychError, match=r"no worker or proxy 'pd7' in cluster 'triptych' now: it has e0, e1, e2, proxy$"
+        ):
             await cluster.drain("pd7", 1, print)
-        with pytest.raises(TriptychError, match="no worker 'proxy'"):
+        with pytest.raises(TriptychError, match=r"no worker 'proxy' in cluster 'triptych' now: it has e0, e1, e2$"):
             await cluster.switch("proxy", "decode", 1, print)
         with pytest.raises(TriptychError, match="e1 has the role encoder already"):
             await cluster.switch("e1", "encoder", 1, print)
