@@ -120,13 +120,18 @@ def _spell_english(number: int, rng: Random) -> str:
         words = re.sub(r"thousand (?=.*hundred)", "thousand, ", words)
     if rng.random() < 0.25:
         words = re.sub(r"^one (?=hundred|thousand)", "a ", words)
-    match rng.randrange(8):  # hyphens: none, for each blank, for some blanks, or the plain ones
+    return _with_hyphens(words, rng)
+
+
+def _with_hyphens(words: str, rng: Random) -> str:
+    """Return words with hyphens nowhere, everywhere, anywhere, or as they are; none follows a comma."""
+    match rng.randrange(8):
         case 0 | 1 | 2 | 3:
             return words.replace("-", " ")
         case 4:
             return re.sub("(?<!,) ", "-", words)
         case 5:
-            return re.sub("(?<!,) ", lambda _: rng.choice(" -"), words)
+            return re.sub("(?<!,)[ -]", lambda _: rng.choice(" -"), words)
     return words
 
 
@@ -141,14 +146,15 @@ def _spell_german(number: int, rng: Random) -> str:
     if rng.random() < 0.3:
         words = _without_accents(words)
     if rng.random() < 0.3:
-        mark = rng.choice(" -")
-        words = re.sub(r"(tausend|hundert|und(?!ert))", rf"{mark}\1{mark}", words).strip(mark).replace(2 * mark, mark)
+        marks = rng.choice((" ", "-", ("", " ", "-")))  # one everywhere, or any of three at each joint
+        words = re.sub(r"tausend|hundert|und(?!ert)", lambda m: rng.choice(marks) + m[0] + rng.choice(marks), words)
+        words = re.sub("([ -])[ -]", r"\1", words.strip(" -"))
     return words
 
 
 def _spell_french(number: int, rng: Random) -> str:
     words = french(number, is_swiss=rng.random() < 0.2)
-    return words.replace(*rng.choice((("", ""), ("é", "e"), ("-", " "), (" ", "-"))))
+    return _with_hyphens(words.replace("é", "e") if rng.random() < 0.25 else words, rng)
 
 
 def _without_accents(text: str) -> str:

@@ -67,6 +67,19 @@ def test_spellings_have_hyphens_and_ands_or_not(language: str, wanted: set[str])
 @pytest.mark.parametrize(
     ("language", "wanted"),
     [
+        ("en", {"two thousand-four", "two-thousand four"}),
+        ("de", {"zwei-tausendvier", "zweitausend vier", "zwei-tausend vier"}),
+        ("fr", {"deux mille-quatre", "deux-mille quatre"}),
+    ],
+)
+def test_hyphens_stand_at_some_joints_alone(language: str, wanted: set[str]) -> None:
+    rng = Random(4)
+    assert wanted <= {spell(language, 2004, rng) for _ in range(1000)}
+
+
+@pytest.mark.parametrize(
+    ("language", "wanted"),
+    [
         ("en", {"1 march 2021", "march 1, 2021", "the 1st of march 2021", "1 mar 2021"}),
         ("de", {"1. märz 2021", "01.03.2021", "1.3.2021", "1. maerz 2021"}),
         ("fr", {"1er mars 2021", "le 1er mars 2021", "1 mars 2021"}),
