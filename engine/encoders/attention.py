@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import torch
@@ -23,7 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from common.telemetry import get_logger
 from engine.attention.flashinfer.paged_batch import RaggedBatch
-from engine.attention.flashinfer.ragged import FlashInferRagged
+from engine.attention.flashinfer.ragged import KEPT_PLANS, FlashInferRagged
 from engine.attention.flashinfer.wrappers import RAGGED_WORKSPACE_BYTES, Workspace, load_flashinfer
 from engine.attention.select import kernels_missing
 from engine.models.base import EncoderModel
@@ -164,13 +164,18 @@ def _adds(mask: Tensor | None, position_bias: Tensor | None) -> bool:
 
 
 class EncoderAttention:
-    """The attention function for transformers' layers. Sequences of a forward pass are planned once for all layers."""
+    """The attention function for transformers' layers. Sequences of a forward pass are planned once for all layers,
+    which pass the same tensors: masks, and boundaries of images or, in Qwen2.5-VL, windows."""
 
     def __init__(self, ragged: FlashInferRagged, device: torch.device) -> None:
-        self._ragged, self._device = ragged, device
-        self._whole: tuple[tuple[int, int], RaggedBatch] | None = None
-        self._parts: list[tuple[Tensor, RaggedBatch]] = []
-        self._masked: tuple[Tensor, RaggedBatch] | None = None
+        def rows(batch: int, size: int, mask: Tensor | None) -> RaggedBatch:
+            """`mask` [batch or 1, 1, size, size]."""
+            flat = None if mask is None else mask.expand(batch, 1, size, size).reshape(-1)
+            return RaggedBatch([size] * batch, device, flat)
+
+        self._ragged = ragged
+        self._rows = lru_cache(KEPT_PLANS)(rows)
+        self._between = lru_cache(KEPT_PLANS)(lambda starts: RaggedBatch(starts.diff().tolist(), device))
 
     def __call__(
         self,
@@ -192,32 +197,10 @@ class EncoderAttention:
         masked = attention_mask is not None or heads.biased
         if masked and not self._ragged.serves(heads, query.dtype):
             return attend(module, query, key, value, attention_mask, scaling, **more)
-        if attention_mask is not None:
-            sequences = self._under(attention_mask, batch, size)
+        if attention_mask is None and cu_seq_lens_q is not None:
+            sequences = self._between(cu_seq_lens_q)
         else:
-            sequences = self._sequences(batch, size) if cu_seq_lens_q is None else self._between(cu_seq_lens_q)
+            sequences = self._rows(batch, size, attention_mask)
         query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         out = self._ragged.run(query, key, value, sequences, scale=scaling)
         return out.view(batch, size, *out.shape[1:]), None
-
-    def _sequences(self, batch: int, size: int) -> RaggedBatch:
-        if self._whole is None or self._whole[0] != (batch, size):
-            self._whole = (batch, size), RaggedBatch([size] * batch, self._device)
-        return self._whole[1]
-
-    def _under(self, mask: Tensor, batch: int, size: int) -> RaggedBatch:
-        """Return the sequences under a mask, [batch or 1, 1, size, size]. Layers pass the same tensor."""
-        if self._masked is None or self._masked[0] is not mask:
-            flat = mask.expand(batch, 1, size, size).reshape(-1)
-            self._masked = mask, RaggedBatch([size] * batch, self._device, flat)
-        return self._masked[1]
-
-    def _between(self, starts: Tensor) -> RaggedBatch:
-        """Return the boundaries of images or, in Qwen2.5-VL, windows. Layers pass the same tensors: values are fetched
-        once for each."""
-        for known, sequences in self._parts:
-            if known is starts:
-                return sequences
-        sequences = RaggedBatch(starts.diff().tolist(), self._device)
-        self._parts = [*self._parts[-1:], (starts, sequences)]
-        return sequences
