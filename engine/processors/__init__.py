@@ -15,7 +15,7 @@ import pkgutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy.typing as npt
 
@@ -26,12 +26,18 @@ from common.model_info import ModelInfo, load_model_info
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
+Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
+"""By transformers' names, without a batch dimension."""
+Prepared: TypeAlias = tuple[Arrays, InputLayout, tuple[int, ...]]
+"""The inputs of the encoder, what they become in the prompt, and the shape of the encoder's output."""
+
+
 @dataclass
 class ProcessedInput:
     """A media item, ready for the encoder. `shape` [num_encoder_tokens, hidden_size], `dtype` and `size_bytes` describe
-    the encoder's output; `arrays` are the inputs by transformers' names, without a batch dimension."""
+    the encoder's output; `arrays` are the inputs."""
 
-    arrays: dict[str, npt.NDArray[Any]]
+    arrays: Arrays
     layout: InputLayout
     shape: tuple[int, ...]
     dtype: str
@@ -47,7 +53,7 @@ class Processor(Protocol):
 
     kind: str
 
-    def __call__(self, media: bytes) -> tuple[dict[str, npt.NDArray[Any]], InputLayout, tuple[int, ...]]: ...
+    def __call__(self, media: bytes) -> Prepared: ...
 
 
 class AudioProcessor(Processor, Protocol):

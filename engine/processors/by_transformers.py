@@ -9,11 +9,11 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from common.messages import InputLayout
 from common.model_info import ModelInfo
 from engine.media.image import decode_image
+from engine.processors import Arrays, Prepared
 
 
 class TransformersImages(ABC):
@@ -36,12 +36,12 @@ class TransformersImages(ABC):
         self.token_id = int(info.config[info.family.placeholder])
         self._width = int(info.text_config["hidden_size"])
 
-    def __call__(self, media: bytes) -> tuple[dict[str, npt.NDArray[Any]], InputLayout, tuple[int, ...]]:
+    def __call__(self, media: bytes) -> Prepared:
         made = self.preprocessor(images=[decode_image(media)], return_tensors="np")
         arrays = {name: np.asarray(array[0]) for name, array in made.items()}
         layout = self.layout_of(arrays)
         return arrays, layout, (layout.num_encoder_tokens, self._width)
 
     @abstractmethod
-    def layout_of(self, arrays: dict[str, npt.NDArray[Any]]) -> InputLayout:
+    def layout_of(self, arrays: Arrays) -> InputLayout:
         """Return the tokens that take the place of an image's placeholder, and the encoder's rows for the image."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
 from common.errors import TriptychError
 from common.media.video_rules import FAKE, LONGEST_EDGE, frame_text, video_json
@@ -14,6 +11,7 @@ from common.messages import InputLayout
 from common.model_info import ModelInfo
 from engine.media.image import to_planes
 from engine.media.video import decode_frames
+from engine.processors import Prepared
 from engine.processors.idefics3 import Idefics3Processor, PieceSettings
 
 
@@ -27,7 +25,7 @@ class FrameVideoProcessor:
         self._images = Idefics3Processor(info)  # with its checks
         self._settings = PieceSettings.from_json({**video_json(info), "size": {}})
 
-    def __call__(self, media: bytes) -> tuple[dict[str, npt.NDArray[Any]], InputLayout, tuple[int, ...]]:
+    def __call__(self, media: bytes) -> Prepared:
         piece, images, side = read_piece(media), self._images, self._settings.piece_size
         if len(piece.frames) != len(piece.seconds) or not 1 <= min(piece.size) <= max(piece.size) <= LONGEST_EDGE:
             message = f"a piece with {len(piece.frames)} frames of {piece.size} pixels does not fit the model"

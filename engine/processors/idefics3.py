@@ -19,6 +19,7 @@ from common.media.video_rules import FAKE, LONGEST_EDGE, scaled_size, tokens_per
 from common.messages import InputLayout
 from common.model_info import ModelInfo
 from engine.media.image import HALVES, PixelSettings, decode_image, require_steps, to_planes
+from engine.processors import Prepared
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Idefics3Processor:
         self._image_token = image_token
         self._expansions: dict[tuple[int, int], list[tuple[int, int]]] = {}
 
-    def __call__(self, media: bytes) -> tuple[dict[str, npt.NDArray[Any]], InputLayout, tuple[int, ...]]:
+    def __call__(self, media: bytes) -> Prepared:
         pieces, rows, columns = image_to_pieces(decode_image(media), self.settings)
         num_tokens = len(pieces) * self.tokens_per_piece
         if (rows, columns) not in self._expansions:

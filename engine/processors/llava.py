@@ -17,6 +17,7 @@ from common.errors import TriptychError
 from common.messages import InputLayout
 from common.model_info import ModelInfo
 from engine.media.image import CLIP_MEAN, CLIP_STD, HALVES, PixelSettings, decode_image, require_steps, to_planes
+from engine.processors import Prepared
 
 MAX_RESIZED_PIXELS = 90_000_000
 """The shortest edge is resized to a fixed length: an image of one row would grow without bound."""
@@ -128,7 +129,7 @@ class FixedSizeImages:
         self._layout = InputLayout(num_tokens, [(int(info.config["image_token_index"]), num_tokens)])
         self._shape = (num_tokens, int(info.text_config["hidden_size"]))
 
-    def __call__(self, media: bytes) -> tuple[dict[str, npt.NDArray[Any]], InputLayout, tuple[int, ...]]:
+    def __call__(self, media: bytes) -> Prepared:
         pixels = image_to_square(decode_image(media), self._settings)
         return {"pixel_values": pixels}, self._layout, self._shape
 

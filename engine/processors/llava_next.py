@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy.typing as npt
-
 from common.messages import InputLayout
 from common.model_info import ModelInfo
+from engine.processors import Arrays
 from engine.processors.by_transformers import TransformersImages
 from engine.processors.llava import CLASS_TOKENS
 
@@ -22,7 +19,7 @@ class LlavaNextProcessor(TransformersImages):
         cropped = info.config.get("vision_feature_select_strategy", "default") == "default"
         self._extra = CLASS_TOKENS[str(vision.get("model_type", "clip_vision_model"))] - cropped
 
-    def layout_of(self, arrays: dict[str, npt.NDArray[Any]]) -> InputLayout:
+    def layout_of(self, arrays: Arrays) -> InputLayout:
         from transformers.image_processing_utils import select_best_resolution
 
         height, width = (int(side) for side in arrays["image_sizes"])

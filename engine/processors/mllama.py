@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy.typing as npt
-
 from common.messages import InputLayout
 from common.model_info import ModelInfo
+from engine.processors import Arrays
 from engine.processors.by_transformers import TransformersImages
 
 
@@ -27,6 +24,6 @@ class MllamaProcessor(TransformersImages):
             )
         self._num_rows = info.max_encoder_tokens
 
-    def layout_of(self, arrays: dict[str, npt.NDArray[Any]]) -> InputLayout:
+    def layout_of(self, arrays: Arrays) -> InputLayout:
         visible = int(arrays["num_tiles"].item()) * (self._num_rows // self._max_tiles)
         return InputLayout(self._num_rows, [(self.token_id, 1)], num_visible_tokens=visible)

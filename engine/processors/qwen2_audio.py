@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
 from common.errors import TriptychError
 from common.messages import InputLayout
 from common.model_info import ModelInfo
 from engine.media.audio import decode_audio
 from engine.media.log_mel import LogMel, LogMelSettings
+from engine.processors import Arrays, Prepared
 
 
 class Qwen2AudioProcessor:
@@ -35,7 +33,7 @@ class Qwen2AudioProcessor:
                 f"its encoder takes {tower[0]} of {tower[1]}"
             )
 
-    def __call__(self, media: bytes) -> tuple[dict[str, npt.NDArray[Any]], InputLayout, tuple[int, ...]]:
+    def __call__(self, media: bytes) -> Prepared:
         settings = self._settings
         samples = decode_audio(media, settings.sampling_rate, self.max_seconds)
         num_frames = min(-(-len(samples) // settings.hop_length), settings.num_frames)
@@ -45,7 +43,7 @@ class Qwen2AudioProcessor:
             message = f"the clip is {seconds:.3f} s long; it must be longer than {2 * frame_s:g} s"
             raise TriptychError("bad_media", message)
         mask = (np.arange(settings.num_frames) < num_frames).astype(np.int64)
-        arrays: dict[str, npt.NDArray[Any]] = {"input_features": self._log_mel(samples), "feature_attention_mask": mask}
+        arrays: Arrays = {"input_features": self._log_mel(samples), "feature_attention_mask": mask}
         return arrays, InputLayout(num_tokens, [(self._token_id, num_tokens)], None), (num_tokens, self._hidden_size)
 
 

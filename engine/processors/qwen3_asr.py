@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from common.messages import InputLayout
 from common.model_info import ModelInfo
 from engine.media.audio import decode_audio
 from engine.media.log_mel import LogMel, LogMelSettings
+from engine.processors import Arrays, Prepared
 
 MAX_SECONDS: Final = 600.0
 """Limit of a clip, which is decoded and transformed in one piece."""
@@ -42,14 +42,14 @@ class Qwen3ASRProcessor:
                 f"takes {audio.get('num_mel_bins', 128)}"
             )
 
-    def __call__(self, media: bytes) -> tuple[dict[str, npt.NDArray[Any]], InputLayout, tuple[int, ...]]:
+    def __call__(self, media: bytes) -> Prepared:
         samples = decode_audio(media, self._settings.sampling_rate, MAX_SECONDS)
         features = self._log_mel(samples, max(len(samples), self._min_samples))
         num_frames = features.shape[1]
         padded = np.pad(features, ((0, 0), (0, -num_frames % CHUNK)))
         num_tokens = num_output_tokens(num_frames)
         mask = (np.arange(padded.shape[1]) < num_frames).astype(np.int64)
-        arrays: dict[str, npt.NDArray[Any]] = {"input_features": padded, "input_features_mask": mask}
+        arrays: Arrays = {"input_features": padded, "input_features_mask": mask}
         return arrays, InputLayout(num_tokens, [(self._token_id, num_tokens)]), (num_tokens, self._hidden_size)
 
 

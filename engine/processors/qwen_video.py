@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +14,7 @@ from common.media.videos import VideoPiece, read_piece
 from common.messages import InputLayout
 from common.model_info import ModelInfo
 from engine.media.video import decode_frames
+from engine.processors import Arrays, Prepared
 from engine.processors.qwen_vl import PatchSettings, QwenVLProcessor, frame_to_squares
 
 
@@ -38,7 +38,7 @@ class QwenVideoProcessor:
         )
         self._tokenizer_file = str(info.folder / "tokenizer.json")
 
-    def __call__(self, media: bytes) -> tuple[dict[str, npt.NDArray[Any]], InputLayout, tuple[int, ...]]:
+    def __call__(self, media: bytes) -> Prepared:
         piece = read_piece(media)
         (width, height), step = piece.size, self._rules.temporal_patch_size
         if width % self._rules.side or height % self._rules.side or len(piece.frames) != step * len(piece.times):
@@ -49,7 +49,7 @@ class QwenVideoProcessor:
         grid = num_pairs, height // self._rules.patch_size, width // self._rules.patch_size
         merged = height // self._rules.side, width // self._rules.side
         num_tokens = num_pairs * merged[0] * merged[1]
-        arrays: dict[str, npt.NDArray[Any]] = {"pixel_values": patches, "values": self._settings.values}
+        arrays: Arrays = {"pixel_values": patches, "values": self._settings.values}
         arrays["image_grid_thw"] = np.array(grid)
         if self._rules.per_video:
             runs = self._with_times(piece, num_tokens // num_pairs)

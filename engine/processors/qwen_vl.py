@@ -19,6 +19,7 @@ from common.media.video_rules import fit
 from common.messages import InputLayout
 from common.model_info import ModelInfo
 from engine.media.image import PixelSettings, decode_image, require_steps
+from engine.processors import Prepared
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class QwenVLProcessor:
                 f"its encoder takes {tower[0]} and {tower[1]}"
             )
 
-    def __call__(self, media: bytes) -> tuple[dict[str, npt.NDArray[Any]], InputLayout, tuple[int, ...]]:
+    def __call__(self, media: bytes) -> Prepared:
         patches, (time, height, width) = image_to_patches(decode_image(media), self._settings)
         merge = self._settings.merge_size
         merged = (time, height // merge, width // merge)

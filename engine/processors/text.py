@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
 from common.messages import InputLayout
 from common.model_info import ModelInfo
 from common.text.prompts import check_encoder_prompt, decode_tokens
+from engine.processors import Prepared
 
 
 class TextTokensProcessor:
@@ -22,7 +20,7 @@ class TextTokensProcessor:
         self._info = info
         self._hidden_size = int(info.config["d_model"])
 
-    def __call__(self, media: bytes) -> tuple[dict[str, npt.NDArray[Any]], InputLayout, tuple[int, ...]]:
+    def __call__(self, media: bytes) -> Prepared:
         token_ids = decode_tokens(media)
         check_encoder_prompt(self._info, token_ids)
         arrays = {"input_ids": np.asarray(token_ids, np.int64)}

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy.typing as npt
-
 from common.messages import InputLayout
 from common.model_info import ModelInfo
 from engine.media.audio import decode_audio
 from engine.media.log_mel import LogMel, LogMelSettings
+from engine.processors import Prepared
 
 
 class WhisperProcessor:
@@ -29,6 +26,6 @@ class WhisperProcessor:
                 f"its encoder takes {2 * self._shape[0]}"
             )
 
-    def __call__(self, media: bytes) -> tuple[dict[str, npt.NDArray[Any]], InputLayout, tuple[int, ...]]:
+    def __call__(self, media: bytes) -> Prepared:
         samples = decode_audio(media, self._settings.sampling_rate, self.max_seconds)
         return {"input_features": self._log_mel(samples)}, InputLayout(self._shape[0], [], None), self._shape
