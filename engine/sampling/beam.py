@@ -56,7 +56,6 @@ class BeamSearch:
         self._scores[0] = 0.0
         self._ended_scores = torch.full((width,), _NEVER)
         self._ended: list[list[int] | None] = [None] * width
-        self._can_improve = True
         self._generated = sampling.num_forced_tokens
 
     def step(self, log_probs: Tensor, outputs: Sequence[Sequence[int]]) -> list[Beam] | None:
@@ -80,8 +79,8 @@ class BeamSearch:
         self._generated += 1
         best_possible = float(self._scores[0]) / self._generated**self.sampling.length_penalty
         worst = float(self._ended_scores.min()) if self._all_ended else _NEVER
-        self._can_improve = self._can_improve and best_possible > worst
-        if not self._can_improve or (self._all_ended and self.sampling.early_stopping) or bool(ends.all()):
+        can_improve = best_possible > worst
+        if not can_improve or (self._all_ended and self.sampling.early_stopping) or bool(ends.all()):
             return None
         return [beams[index] for index in best.tolist()]
 
@@ -93,10 +92,6 @@ class BeamSearch:
         just_ended = ends.clone()
         just_ended[width:] = False
         scores = scores / (self._generated + 1) ** self.sampling.length_penalty
-        if self._all_ended and self.sampling.early_stopping:
-            scores = scores + _NEVER
-        if not self._can_improve:
-            scores = scores + _NEVER
         scores = scores + (~just_ended).float() * _NEVER
         merged = torch.cat((self._ended_scores, scores))
         kept = torch.topk(merged, width)[1]
