@@ -14,14 +14,12 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TypeAlias, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from common.sampling_params import SamplingParams
 from common.telemetry import get_logger
-from engine.device.h2d import send
-from engine.sampling.draw import invert, nucleus_weight, top_k_weight, weights_of
+from engine.sampling.draw import invert, nucleus_weight, rows_of, top_k_weight
 
 log = get_logger()
 
@@ -38,18 +36,10 @@ def draw_on_device(
     `nucleus` finds what top-p leaves; if not given, FlashInfer on CUDA where it is installed and runs, else sorting.
     """
     vocab_size = scores.shape[-1]
-    top_k = np.array([[one.top_k if 0 < one.top_k < vocab_size else 0] for one in sampling], np.int64)
-    temperatures, ks, ps, min_ps, numbers = send(
-        scores.device,
-        np.array([[one.temperature] for one in sampling], np.float32),
-        top_k,
-        np.array([[one.top_p] for one in sampling], np.float64),
-        np.array([[one.min_p] for one in sampling], np.float32),
-        np.array(uniforms, np.float64)[:, None],
-    )
-    weights = weights_of(scores, temperatures)
-    if top_k.any():
-        ordered = weights.topk(int(top_k.max())).values
+    weights, ks, ps, min_ps, numbers = rows_of(scores, sampling, uniforms)
+    largest_k = max((one.top_k for one in sampling if 0 < one.top_k < vocab_size), default=0)
+    if largest_k:
+        ordered = weights.topk(largest_k).values
         weights = torch.where(weights >= top_k_weight(ordered, ks), weights, 0.0)
     if any(one.top_p < 1.0 for one in sampling):
         weights = (nucleus or _nucleus_for(scores.device))(weights, ps)

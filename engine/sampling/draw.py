@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from common.sampling_params import SamplingParams
+from engine.device.h2d import send
 
 CANDIDATES: Final = (128, 1024)
 """A row is drawn among so many likeliest tokens where they hold all that may be drawn: first few, then more."""
@@ -26,15 +27,8 @@ def draw(scores: torch.Tensor, sampling: Sequence[SamplingParams], uniforms: Seq
     inverting the cumulative distribution at uniforms[i]. A row's outcome does not depend on its neighbours.
     """
     vocab_size = scores.shape[-1]
-    temperatures = torch.tensor([[params.temperature] for params in sampling], dtype=scores.dtype)
-    top_k = [params.top_k if 0 < params.top_k < vocab_size else 0 for params in sampling]
-    everyone = _Rows(
-        weights_of(scores, temperatures),
-        torch.tensor(top_k).unsqueeze(1),
-        torch.tensor([[params.top_p] for params in sampling], dtype=torch.float64),
-        torch.tensor([[params.min_p] for params in sampling], dtype=torch.float32),
-        torch.tensor(uniforms, dtype=torch.float64).unsqueeze(1),
-    )
+    everyone = rows_of(scores, sampling, uniforms)
+    top_k = everyone.ks.flatten().tolist()
     tokens = dict.fromkeys(range(len(sampling)), -1)
     # Rows without top-k and top-p need no sorted tokens.
     unordered = [row for row, one in enumerate(sampling) if top_k[row] == 0 and one.top_p >= 1.0]
@@ -71,7 +65,7 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """Rows to draw from: weights [n, vocab_size]; top_k (0: all), top_p, min_p and the uniform numbers, [n, 1] each."""
 
     weights: torch.Tensor
@@ -80,16 +74,26 @@ class _Rows(NamedTuple):
     min_ps: torch.Tensor
     numbers: torch.Tensor
 
-    def select(self, rows: list[int]) -> _Rows:
+    def select(self, rows: list[int]) -> Rows:
         """Return some rows, without a copy if all rows are selected."""
-        return self if len(rows) == len(self.weights) else _Rows(*(tensor[rows] for tensor in self))
+        return self if len(rows) == len(self.weights) else Rows(*(tensor[rows] for tensor in self))
 
 
-def weights_of(scores: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """softmax(scores / temperatures [num_rows, 1]) up to a factor: the likeliest token of each row weighs 1."""
+def rows_of(scores: torch.Tensor, sampling: Sequence[SamplingParams], uniforms: Sequence[float]) -> Rows:
+    """Return rows on the device of the scores, without waiting. Their weights are softmax(scores / temperature) up to a
+    factor: the likeliest token of each row weighs 1."""
+    vocab_size = scores.shape[-1]
+    temperatures, *limits = send(
+        scores.device,
+        np.array([[params.temperature] for params in sampling], np.float32),
+        np.array([[params.top_k if 0 < params.top_k < vocab_size else 0] for params in sampling], np.int64),
+        np.array([[params.top_p] for params in sampling], np.float64),
+        np.array([[params.min_p] for params in sampling], np.float32),
+        np.array(uniforms, np.float64)[:, None],
+    )
     weights = scores / temperatures
     weights -= weights.amax(dim=-1, keepdim=True)
-    return weights.exp_()
+    return Rows(weights.exp_(), *limits)
 
 
 def _keep(weights: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
@@ -97,7 +101,7 @@ def _keep(weights: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
     return weights * (weights >= least) if bool(least.any()) else weights
 
 
-def _draw_among(size: int, rows: _Rows) -> torch.Tensor:
+def _draw_among(size: int, rows: Rows) -> torch.Tensor:
     """Draw from the `size` likeliest tokens of each row; [num_rows], -1 if further tokens might be needed.
 
     The candidates are taken in the order of the vocabulary, as a draw from the whole row takes them.
@@ -113,7 +117,7 @@ def _draw_among(size: int, rows: _Rows) -> torch.Tensor:
     return torch.where(is_complete, ids.gather(1, places), -1).squeeze(1)
 
 
-def _least_weight(ordered: torch.Tensor, rows: _Rows) -> torch.Tensor:
+def _least_weight(ordered: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Return the least admissible weight of each row, [num_rows, 1]; ordered are the largest weights, sorted.
 
     Tokens that weigh exactly as much as the last one kept are kept too, so that ties, which are common where logits
