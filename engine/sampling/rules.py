@@ -11,6 +11,7 @@ tokens become one indexed operation over the whole batch. Nothing waits for the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -192,9 +193,7 @@ def _follow(row: torch.Tensor, grammar: GrammarMatcher) -> None:
 
 def _add_biases(scores: torch.Tensor, rows: ListOf[_RuledRow]) -> None:
     named = [(row.number, row.state.biased, row.state.biases) for row in rows if len(row.state.biased)]
-    if named:
-        where = _locate(scores, [(index, ids) for index, ids, _ in named])
-        scores[where] += _values(scores, [values for _, _, values in named])
+    _change(scores, named, torch.add)
 
 
 def _penalise_repetition(scores: torch.Tensor, rows: ListOf[_RuledRow]) -> None:
@@ -204,10 +203,7 @@ def _penalise_repetition(scores: torch.Tensor, rows: ListOf[_RuledRow]) -> None:
         penalty = sequence.sampling.repetition_penalty
         if penalty != 1.0 and state.counts is not None:
             named.append((index, state.counts.seen, np.full(len(state.counts.seen), penalty, np.float32)))
-    if named:
-        where = _locate(scores, [(index, ids) for index, ids, _ in named])
-        values, penalties = scores[where], _values(scores, [values for _, _, values in named])
-        scores[where] = torch.where(values < 0, values * penalties, values / penalties)
+    _change(scores, named, lambda past, penalties: torch.where(past < 0, past * penalties, past / penalties))
 
 
 def _penalise_output(scores: torch.Tensor, rows: ListOf[_RuledRow]) -> None:
@@ -217,9 +213,7 @@ def _penalise_output(scores: torch.Tensor, rows: ListOf[_RuledRow]) -> None:
         if state.counts is not None and (params.frequency_penalty != 0.0 or params.presence_penalty != 0.0):
             ids, counts = state.counts.generated
             named.append((index, ids, params.frequency_penalty * counts + np.float32(params.presence_penalty)))
-    if named:
-        where = _locate(scores, [(index, ids) for index, ids, _ in named])
-        scores[where] -= _values(scores, [values for _, _, values in named])
+    _change(scores, named, torch.sub)
 
 
 def _forbid(scores: torch.Tensor, rows: ListOf[_RuledRow]) -> None:
@@ -236,6 +230,13 @@ def _locate(scores: torch.Tensor, named: ListOf[tuple[int, IntArray]]) -> tuple[
     return where[0], where[1]
 
 
-def _values(scores: torch.Tensor, parts: ListOf[FloatArray]) -> torch.Tensor:
-    [values] = send(scores.device, np.concatenate(parts))
-    return values.to(scores.dtype)
+def _change(
+    scores: torch.Tensor,
+    named: ListOf[tuple[int, IntArray, FloatArray]],
+    how: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    """Compute the scores of named tokens anew, each from itself and a value."""
+    if named:
+        where = _locate(scores, [(index, ids) for index, ids, _ in named])
+        [values] = send(scores.device, np.concatenate([values for _, _, values in named]))
+        scores[where] = how(scores[where], values.to(scores.dtype))
