@@ -224,12 +224,14 @@ def _plan_row(
         visible = causal_keys(end - start, seq_len, window, device)
     else:
         visible = Visible(0, seq_len)
-    mask = visible.additive_mask(plan.dtype)
+    mask = None
     if bias is not None:
         keys = torch.arange(visible.first, visible.last, device=device)
-        mask = visible.biased_mask(metadata.evaluate(bias, keys, index, index + 1), plan.dtype)[None]
+        mask = visible.hide(metadata.evaluate(bias, keys, index, index + 1).to(plan.dtype))[None]
         if end - start == 1:
             mask = grouped(mask, num_kv_heads)
+    elif visible.hidden is not None and not visible.triangular:
+        mask = visible.hide(torch.zeros(visible.hidden.shape, dtype=plan.dtype, device=device))
     first_block, last_block = visible.first // block_size, -(-visible.last // block_size)
     ids = metadata.table[index, first_block:last_block]
     if len(ids) and (np.diff(ids) == 1).all():

@@ -30,17 +30,9 @@ class Visible:
     def num_keys(self) -> int:
         return self.last - self.first
 
-    def additive_mask(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return [num_queries, num_keys] of 0 or -inf; None if no key is hidden or the causal triangle is enough."""
-        if self.hidden is None or self.triangular:
-            return None
-        mask = torch.zeros(self.hidden.shape, dtype=dtype, device=self.hidden.device)
-        return mask.masked_fill_(self.hidden, float("-inf"))
-
-    def biased_mask(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[num_heads or 1, num_queries, num_keys]: a bias's `values` of the same shape, and -inf for hidden pairs."""
-        mask = values.to(dtype)
-        return mask if self.hidden is None else mask.masked_fill(self.hidden, float("-inf"))
+    def hide(self, values: torch.Tensor) -> torch.Tensor:
+        """Return `values` [..., num_queries, num_keys] with -inf for hidden pairs."""
+        return values if self.hidden is None else values.masked_fill(self.hidden, float("-inf"))
 
 
 def causal_keys(num_queries: int, seq_len: int, window: int | None, device: torch.device) -> Visible:
