@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 import torch
@@ -30,25 +30,16 @@ _ALL_DTYPES: Final = {
 _STAGING_BYTES: Final = 16 * 2**20
 
 
-class Checkpoint:
-    """The tensors of a model folder, open for reading.
+class Checkpoint(ExitStack):
+    """The tensors of a model folder, open for reading. The files are closed on leaving.
 
-    A context manager: the files are closed on leaving. Raises CheckpointError for missing or damaged files.
+    Raises CheckpointError for missing or damaged files.
     """
 
     def __init__(self, folder: Path, stem: str = "model") -> None:
+        super().__init__()
         self.entries = read_index(folder, stem)
         self._files: dict[Path, FileIO] = {}
-
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
 
     def read_into(self, name: str, out: Tensor, dtypes: Mapping[str, torch.dtype] = _DTYPES) -> None:
         """Fill `out` (contiguous, of the tensor's shape) from the file; dtype and device may differ from the file's.
@@ -94,7 +85,7 @@ class Checkpoint:
 
     def _open(self, path: Path) -> FileIO:
         if path not in self._files:
-            self._files[path] = FileIO(path)
+            self._files[path] = self.enter_context(FileIO(path))
         return self._files[path]
 
 
