@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import torch
 
-from engine.attention.flashinfer.paged_batch import PagedBatch, Phase, RaggedBatch
+from engine.attention.flashinfer.paged_batch import PagedBatch, Pages, Phase, RaggedBatch
 from engine.attention.flashinfer.served import needs_tensor_cores
 from engine.state.spec import HeadSpec
 
@@ -91,8 +91,8 @@ def fixed_decode_bytes(num_requests: int, heads: HeadSpec, device: torch.device)
 class _Planned(ABC):
     """A wrapper, planned for `batch`, and anew for each other one."""
 
-    def __init__(self, workspace: Workspace) -> None:
-        self._device = workspace.device
+    def __init__(self, workspace: Workspace, call: Call | RaggedCall, wrapper: Any) -> None:
+        self._device, self._call, self._wrapper = workspace.device, call, wrapper
         self.batch: object = None
         self._copied: torch.cuda.Event | None = None
 
@@ -116,6 +116,12 @@ class _Planned(ABC):
     @abstractmethod
     def _plan(self, batch: Any) -> None: ...
 
+    def _plan_call(self, *layout: torch.Tensor, **more: Any) -> None:
+        """Plan for the heads, dtype and scale of the call; FlashInfer names the head size in two ways."""
+        heads, dtype, scale = self._call.heads, self._call.dtype, self._call.scale
+        sizes = heads.num_heads, heads.num_kv_heads, heads.head_dim
+        self._wrapper.plan(*layout, *sizes, sm_scale=scale, q_data_type=dtype, kv_data_type=dtype, **more)
+
 
 class PagedWrapper(_Planned):
     """A wrapper over the pages of a cache, planned for a single kind of call. With `fixed` buffers, CUDA graphs can
@@ -125,9 +131,11 @@ class PagedWrapper(_Planned):
     workspace: of decodes of a large batch, and of prompts, which may have any lengths.
     """
 
+    _call: Call
+
     def __init__(self, workspace: Workspace, call: Call, wrapper: Any, fixed: Sequence[torch.Tensor]) -> None:
-        super().__init__(workspace)
-        self._call, self._wrapper, self._in_one_piece = call, wrapper, False
+        super().__init__(workspace, call, wrapper)
+        self._in_one_piece = False
         if fixed:
             needed = fixed_decode_bytes(len(fixed[-1]), call.heads, self._device)
             self._in_one_piece = call.phase == "prefill" or needed > workspace.buffer.numel()
@@ -137,6 +145,16 @@ class PagedWrapper(_Planned):
     def run(self, query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
         """query and out [num_tokens, num_heads, head_dim], cache as backends have it."""
         self._wrapper.run(query, (cache[0], cache[1]), out=out)
+
+    def _plan_pages(self, pages: Pages, *layout: torch.Tensor, **more: Any) -> None:
+        self._plan_call(
+            *layout,
+            page_size=self._call.block_size,
+            window_left=(self._call.window or 0) - 1,
+            seq_lens=pages.num_keys,
+            disable_split_kv=self._in_one_piece,
+            **more,
+        )
 
 
 class DecodeWrapper(PagedWrapper):
@@ -150,22 +168,8 @@ class DecodeWrapper(PagedWrapper):
         super().__init__(workspace, call, wrapper, fixed)
 
     def _plan(self, batch: PagedBatch) -> None:
-        pages, call = batch.pages, self._call
-        self._wrapper.plan(
-            pages.indptr,
-            pages.indices,
-            pages.last_page_len,
-            call.heads.num_heads,
-            call.heads.num_kv_heads,
-            call.heads.head_dim,
-            call.block_size,
-            window_left=(call.window or 0) - 1,
-            q_data_type=call.dtype,
-            kv_data_type=call.dtype,
-            sm_scale=call.scale,
-            seq_lens=pages.num_keys,
-            disable_split_kv=self._in_one_piece,
-        )
+        pages = batch.pages
+        self._plan_pages(pages, pages.indptr, pages.indices, pages.last_page_len)
 
 
 class PrefillWrapper(PagedWrapper):
@@ -178,25 +182,16 @@ class PrefillWrapper(PagedWrapper):
         super().__init__(workspace, call, wrapper, fixed)
 
     def _plan(self, batch: PagedBatch) -> None:
-        pages, call, place = batch.pages, self._call, CPU if batch.mask is None else self._device
-        self._wrapper.plan(
+        pages, place = batch.pages, CPU if batch.mask is None else self._device
+        self._plan_pages(
+            pages,
             batch.query_starts.to(place, non_blocking=True),
             pages.indptr.to(place, non_blocking=True),
             pages.indices,
             pages.last_page_len.to(place, non_blocking=True),
-            call.heads.num_heads,
-            call.heads.num_kv_heads,
-            call.heads.head_dim,
-            call.block_size,
-            causal=call.causal,
-            sm_scale=call.scale,
-            window_left=(call.window or 0) - 1,
-            q_data_type=call.dtype,
-            kv_data_type=call.dtype,
-            seq_lens=pages.num_keys,
+            causal=self._call.causal,
             max_token_per_sequence=batch.max_queries,
             custom_mask=batch.mask,
-            disable_split_kv=self._in_one_piece,
         )
 
 
@@ -217,11 +212,8 @@ class RaggedWrapper(_Planned):
     """
 
     def __init__(self, workspace: Workspace, call: RaggedCall) -> None:
-        super().__init__(workspace)
-        self._call = call
-        self._wrapper = workspace.flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
-            workspace.buffer, LAYOUT, backend=KERNELS
-        )
+        make = workspace.flashinfer.BatchPrefillWithRaggedKVCacheWrapper
+        super().__init__(workspace, call, make(workspace.buffer, LAYOUT, backend=KERNELS))
 
     def run(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim] -> as query."""
@@ -229,17 +221,5 @@ class RaggedWrapper(_Planned):
         return attended
 
     def _plan(self, batch: RaggedBatch) -> None:
-        call, starts = self._call, batch.starts if batch.mask is None else batch.starts.to(self._device)
-        self._wrapper.plan(
-            starts,
-            starts,
-            call.heads.num_heads,
-            call.heads.num_kv_heads,
-            call.heads.head_dim,
-            causal=False,
-            sm_scale=call.scale,
-            q_data_type=call.dtype,
-            kv_data_type=call.dtype,
-            disable_split_kv=True,
-            custom_mask=batch.mask,
-        )
+        starts = batch.starts if batch.mask is None else batch.starts.to(self._device)
+        self._plan_call(starts, starts, causal=False, disable_split_kv=True, custom_mask=batch.mask)
