@@ -6,7 +6,7 @@ Two kinds of attention, one interface:
     cross    paged, not causal  keys were written when the request began; every query sees all, or its key range
 
 Encoders have no cache: sequences laid end to end, each of which sees itself in both directions (`flashinfer/ragged.py`,
-and `TorchBackend` for what is left over there).
+and `torch_backend.run_ragged` for what is left over there).
 
 A model adds a bias to the scores of either kind, or masks keys (`engine.state.bias`). Encoders' layers pass theirs as
 transformers' do (`engine.encoders.attention`).

@@ -59,7 +59,7 @@ class _TorchPlan:
 
 
 @dataclass(frozen=True)
-class _Alike:
+class Alike:
     """`count` sequences of `length` tokens each; `rows` are the tokens' rows in the batch."""
 
     count: int
@@ -142,49 +142,44 @@ class TorchBackend(AttentionBackend):
             torch.index_select(cache[side], 0, blocks, out=self._gathered[side][:size].view(shape)) for side in (0, 1)
         ]
 
-    def plan_ragged(self, lengths: Sequence[int]) -> list[_Alike]:
-        """Plan `run_ragged` for sequences of the given lengths, laid end to end; called once, used by every layer.
 
-        Those of one length are computed together: nearly all windows of an image are.
-        """
-        starts: dict[int, list[int]] = {}
-        for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
-            starts.setdefault(length, []).append(start)
-        return [self._alike(length, firsts) for length, firsts in starts.items()]
+def plan_ragged(lengths: Sequence[int], device: torch.device) -> list[Alike]:
+    """Plan `run_ragged` for sequences of the given lengths, laid end to end; called once, used by every layer.
 
-    def _alike(self, length: int, starts: list[int]) -> _Alike:
-        count = len(starts)
-        if starts[-1] - starts[0] == (count - 1) * length:
-            return _Alike(count, length, slice(starts[0], starts[-1] + length))
-        rows = np.asarray(starts, np.int64)[:, None] + np.arange(length)
-        return _Alike(count, length, *send(self._device, rows.reshape(-1)))
+    Those of one length are computed together: nearly all windows of an image are.
+    """
+    starts: dict[int, list[int]] = {}
+    for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
+        starts.setdefault(length, []).append(start)
+    return [_alike(length, firsts, device) for length, firsts in starts.items()]
 
-    def run_ragged(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        plan: list[_Alike],
-        *,
-        scale: float | None = None,
-    ) -> torch.Tensor:
-        """Compute encoder attention: every token sees all tokens of the same sequence.
 
-        query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim] -> as query.
-        """
-        out = torch.empty_like(query)
-        for alike in plan:
-            shape = (alike.count, alike.length)
-            queries, keys, values = (
-                x[alike.rows].view(*shape, *x.shape[1:]).transpose(1, 2) for x in (query, key, value)
-            )
-            gqa = query.shape[1] != key.shape[1]
-            attended = F.scaled_dot_product_attention(queries, keys, values, scale=scale, enable_gqa=gqa)
-            attended = attended.transpose(1, 2).flatten(0, 1)
-            if len(plan) == 1:
-                return attended
-            out[alike.rows] = attended
-        return out
+def _alike(length: int, starts: list[int], device: torch.device) -> Alike:
+    count = len(starts)
+    if starts[-1] - starts[0] == (count - 1) * length:
+        return Alike(count, length, slice(starts[0], starts[-1] + length))
+    rows = np.asarray(starts, np.int64)[:, None] + np.arange(length)
+    return Alike(count, length, *send(device, rows.reshape(-1)))
+
+
+def run_ragged(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: list[Alike], scale: float | None
+) -> torch.Tensor:
+    """Compute encoder attention: every token sees all tokens of the same sequence.
+
+    query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim] -> as query.
+    """
+    out = torch.empty_like(query)
+    for alike in plan:
+        shape = (alike.count, alike.length)
+        queries, keys, values = (x[alike.rows].view(*shape, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
+        gqa = query.shape[1] != key.shape[1]
+        attended = F.scaled_dot_product_attention(queries, keys, values, scale=scale, enable_gqa=gqa)
+        attended = attended.transpose(1, 2).flatten(0, 1)
+        if len(plan) == 1:
+            return attended
+        out[alike.rows] = attended
+    return out
 
 
 def _num_batched(metadata: AttentionMetadata) -> int:

@@ -49,8 +49,7 @@ class PendingTokens:
                 torch.empty(one.shape, dtype=one.dtype, pin_memory=True).copy_(one, non_blocking=True)
                 for one in self._on_host
             ]
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record(torch.cuda.current_stream(tokens.device))
+            self._copied = torch.cuda.current_stream(tokens.device).record_event()
 
     def wait(self) -> list[Sampled]:
         """Return the tokens after all work queued before them. Raises CUDA's errors of that work."""

@@ -14,7 +14,7 @@ import torch
 
 from engine.attention.backend import AttentionBackend
 from engine.attention.metadata import AttentionMetadata, common_keys, num_blocks
-from engine.attention.torch_backend import TorchBackend
+from engine.attention.torch_backend import Alike, plan_ragged
 from engine.device.h2d import pack, send, unpack
 from engine.state.bias import AttentionMask
 from engine.state.spec import IntArray
@@ -153,16 +153,13 @@ class RaggedBatch:
     end; `mask` is flat, as in `PagedBatch`."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device, mask: torch.Tensor | None = None) -> None:
-        self.mask = mask
-        self.lengths = tuple(lengths)
+        self.mask, self._lengths, self._device = mask, lengths, device
         self.starts = _pinned([0, *accumulate(lengths)], device)
-        self._other_plan: Any = None
 
-    def plan_of(self, backend: TorchBackend) -> Any:
-        """Return PyTorch's plan for the sequences."""
-        if self._other_plan is None:
-            self._other_plan = backend.plan_ragged(self.lengths)
-        return self._other_plan
+    @cached_property
+    def alike(self) -> list[Alike]:
+        """PyTorch's plan for the sequences."""
+        return plan_ragged(self._lengths, self._device)
 
 
 def _pinned(values: Sequence[int], device: torch.device) -> torch.Tensor:

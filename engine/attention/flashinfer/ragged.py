@@ -13,7 +13,7 @@ import torch
 from engine.attention.flashinfer.paged_batch import RaggedBatch
 from engine.attention.flashinfer.served import ReasonLog, unserved
 from engine.attention.flashinfer.wrappers import RaggedCall, RaggedWrapper, Workspace
-from engine.attention.torch_backend import TorchBackend
+from engine.attention.torch_backend import run_ragged
 from engine.state.spec import HeadSpec
 
 KEPT_PLANS: Final = 2
@@ -25,7 +25,6 @@ class FlashInferRagged:
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
-        self._torch = TorchBackend(workspace.device)
         self._wrappers: dict[RaggedCall, list[RaggedWrapper]] = {}
         self._reasons = ReasonLog()
 
@@ -44,7 +43,7 @@ class FlashInferRagged:
         """
         heads = HeadSpec(query.shape[1], key.shape[1], query.shape[2])
         if not self.serves(heads, query.dtype):
-            return self._torch.run_ragged(query, key, value, batch.plan_of(self._torch), scale=scale)
+            return run_ragged(query, key, value, batch.alike, scale)
         call = RaggedCall(heads, query.dtype, scale, masked=batch.mask is not None)
         return self._planned(call, batch).run(query, key, value)
 
