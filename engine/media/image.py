@@ -94,8 +94,11 @@ def to_planes(image: Image.Image, values: npt.NDArray[np.float32]) -> npt.NDArra
     return np.stack([values[channel][pixels[..., channel]] for channel in range(3)])
 
 
-def require_steps(json: dict[str, Any]) -> None:
-    """Raise ValueError for a preprocessor_config.json that turns off a required step."""
+def read_pixel_settings(json: dict[str, Any]) -> dict[str, Any]:
+    """Return what a preprocessor_config.json says of `PixelSettings`. Raises ValueError if the file turns off a
+    required step."""
     for step in ("do_resize", "do_rescale", "do_normalize"):
         if json.get(step, True) is False:
             raise ValueError(f"a preprocessor with {step} = false is not supported")
+    given = {name: json[name] for name in PixelSettings.__dataclass_fields__ if json.get(name) not in (None, [])}
+    return {name: tuple(value) if name.startswith("image_") else value for name, value in given.items()}

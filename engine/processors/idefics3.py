@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from common.media.video_rules import FAKE, LONGEST_EDGE, scaled_size, tokens_per_piece
 from common.messages import InputLayout
 from common.model_info import ModelInfo
-from engine.media.image import HALVES, PixelSettings, decode_image, require_steps, to_planes
+from engine.media.image import HALVES, PixelSettings, decode_image, read_pixel_settings, to_planes
 from engine.processors import Prepared
 
 
@@ -37,7 +37,6 @@ class PieceSettings(PixelSettings):
     @classmethod
     def from_json(cls, json: dict[str, Any]) -> PieceSettings:
         """Read a preprocessor_config.json. Raises ValueError if the file turns off a required step."""
-        require_steps(json)
         size = json.get("size") or {"longest_edge": cls.longest_edge}
         longest = size.get("longest_edge")
         return cls(
@@ -45,9 +44,7 @@ class PieceSettings(PixelSettings):
             size=None if longest else (int(size["height"]), int(size["width"])),
             piece_size=int((json.get("max_image_size") or {}).get("longest_edge") or cls.piece_size),
             split=bool(json.get("do_image_splitting", True)),
-            image_mean=tuple(json.get("image_mean") or cls.image_mean),
-            image_std=tuple(json.get("image_std") or cls.image_std),
-            **{name: json[name] for name in ("rescale_factor", "resample") if json.get(name) is not None},
+            **read_pixel_settings(json),
         )
 
 

@@ -16,7 +16,7 @@ from PIL import Image
 from common.errors import TriptychError
 from common.messages import InputLayout
 from common.model_info import ModelInfo
-from engine.media.image import CLIP_MEAN, CLIP_STD, HALVES, PixelSettings, decode_image, require_steps, to_planes
+from engine.media.image import HALVES, PixelSettings, decode_image, read_pixel_settings, to_planes
 from engine.processors import Prepared
 
 MAX_RESIZED_PIXELS = 90_000_000
@@ -38,20 +38,17 @@ class CropSettings(PixelSettings):
     @classmethod
     def from_json(cls, json: dict[str, Any]) -> CropSettings:
         """Read a preprocessor_config.json. Raises ValueError if the file turns off a required step."""
-        require_steps(json)
         kind = str(json.get("image_processor_type") or json.get("feature_extractor_type"))
         siglip = kind.startswith("Siglip")
         size = json.get("size") or ({"height": 224, "width": 224} if siglip else 224)
         shortest = size if isinstance(size, int) else None if size.get("longest_edge") else size.get("shortest_edge")
-        mean, std = (HALVES, HALVES) if siglip else (CLIP_MEAN, CLIP_STD)
+        own = {"image_mean": HALVES, "image_std": HALVES} if siglip else {}
         return cls(
             shortest_edge=shortest,
             size=None if shortest else _pair(size),
             crop_size=_pair(json.get("crop_size") or 224) if json.get("do_center_crop", not siglip) else None,
             square=bool(json.get("do_pad", False)) and kind.startswith("Llava"),
-            image_mean=tuple(json.get("image_mean") or mean),
-            image_std=tuple(json.get("image_std") or std),
-            **{name: json[name] for name in ("rescale_factor", "resample") if json.get(name) is not None},
+            **(own | read_pixel_settings(json)),
         )
 
     @property

@@ -18,7 +18,7 @@ from common.errors import TriptychError
 from common.media.video_rules import fit
 from common.messages import InputLayout
 from common.model_info import ModelInfo
-from engine.media.image import PixelSettings, decode_image, require_steps
+from engine.media.image import PixelSettings, decode_image, read_pixel_settings
 from engine.processors import Prepared
 
 
@@ -35,12 +35,11 @@ class PatchSettings(PixelSettings):
     @classmethod
     def from_json(cls, json: dict[str, Any]) -> PatchSettings:
         """Read a preprocessor_config.json. Raises ValueError if the file turns off a required step."""
-        require_steps(json)
         size = json.get("size") or {}
         known = {name: json[name] for name in cls.__dataclass_fields__ if json.get(name) is not None}
         known.setdefault("min_pixels", size.get("shortest_edge", cls.min_pixels))
         known.setdefault("max_pixels", size.get("longest_edge", cls.max_pixels))
-        return cls(**{**known, "image_mean": tuple(known.get("image_mean", cls.image_mean))})
+        return cls(**{**known, **read_pixel_settings(json)})
 
 
 def image_to_patches(
