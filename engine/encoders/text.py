@@ -21,10 +21,6 @@ MAX_PADDING: Final = 1.25
 """Texts share a batch while the longest is at most so many times as long as the shortest: padding costs time."""
 _TIED: Final = ("model.shared", "shared", "model.decoder.embed_tokens", "decoder.embed_tokens", "lm_head")
 """Names of the embedding beside the encoder's own: a checkpoint may hold any of them alone."""
-_LAYOUT: Final = CheckpointLayout(
-    prefixes={"model.encoder.": "", "encoder.": "", **{f"{name}.weight": "embed_tokens.weight" for name in _TIED}},
-    ignored=("encoder.version",),  # written by the first converters
-)
 
 
 def encode_texts(
@@ -72,27 +68,27 @@ def _encode(
     return [row[:length] for row, length in zip(hidden, lengths, strict=True)]
 
 
-class T5Encoder(EncoderModel):
-    """Token ids of T5's encoder prompts, padded within a batch."""
+class TextEncoder(EncoderModel):
+    """Token ids of encoder prompts, padded within a batch."""
 
-    layout = _LAYOUT
-
-    def __init__(self, config: Any) -> None:
-        config.is_decoder = config.use_cache = False
-        self.module: nn.Module = T5Stack(config)
+    layout = CheckpointLayout(
+        prefixes={"model.encoder.": "", "encoder.": "", **{f"{name}.weight": "embed_tokens.weight" for name in _TIED}},
+        ignored=("encoder.version",),  # written by the first converters
+    )
 
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
         return encode_texts(self.module, items)
 
 
-class BartEncoder(EncoderModel):
-    """Token ids of BART's and mBART's encoder prompts, padded within a batch."""
+class T5Encoder(TextEncoder):
+    def __init__(self, config: Any) -> None:
+        config.is_decoder = config.use_cache = False
+        self.module = T5Stack(config)
 
-    layout = _LAYOUT
+
+class BartEncoder(TextEncoder):
+    """BART's and mBART's."""
 
     def __init__(self, config: Any) -> None:
         kind: type[nn.Module] = MBartEncoderModule if config.model_type == "mbart" else BartEncoderModule
         self.module = self.padded = kind(config)
-
-    def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
-        return encode_texts(self.module, items)
