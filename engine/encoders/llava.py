@@ -27,7 +27,11 @@ class LlavaEncoder(EncoderModel):
         self.unmasked = self._tower
         self._projector = self.projector(config)
         self.module: nn.Module = nn.ModuleDict({"tower": self._tower, "projector": self._projector})
-        self.layout = _tower_layout(self._tower)
+        # There is a level between tower and layers in checkpoints, and in modules of some versions.
+        inner = "vision_model." if hasattr(self._tower, "vision_model") else ""
+        towers = dict.fromkeys(("vision_tower.", "vision_tower.vision_model."), f"tower.{inner}")
+        prefixes = with_and_without_model({**towers, "multi_modal_projector.": "projector."})
+        self.layout = CheckpointLayout(prefixes, ignored=("embeddings.position_ids",))
 
     def finish_loading(self, device: torch.device) -> None:
         # Row numbers 0, 1, ... of its position embedding are in no checkpoint.
@@ -45,12 +49,3 @@ class LlavaEncoder(EncoderModel):
         first_row = 1 if self._config.vision_feature_select_strategy == "default" else 0  # without that of the class
         states = self._tower(pixels, output_hidden_states=True).hidden_states
         return torch.cat([states[n][:, first_row:] for n in ([layers] if isinstance(layers, int) else layers)], dim=-1)
-
-
-def _tower_layout(tower: nn.Module) -> CheckpointLayout:
-    """Return the layout of a tower and its projector. There is a level between tower and layers in checkpoints, and in
-    modules of some versions."""
-    inner = "vision_model." if hasattr(tower, "vision_model") else ""
-    towers = dict.fromkeys(("vision_tower.", "vision_tower.vision_model."), f"tower.{inner}")
-    prefixes = with_and_without_model({**towers, "multi_modal_projector.": "projector."})
-    return CheckpointLayout(prefixes, ignored=("embeddings.position_ids",))
