@@ -19,7 +19,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from broker.transports.cuda.library import CudaLibrary
 from broker.transports.cuda.runtime import CudaError, CudaRuntime
 from broker.transports.payload import DeviceBuffer, Payload
 from common.config import Device
@@ -60,7 +59,7 @@ def open_cuda(device: Device) -> CudaRuntime | None:
     if chosen.type != "cuda":
         return None
     try:
-        return CudaLibrary(torch.cuda.current_device())
+        return CudaRuntime(torch.cuda.current_device())
     except CudaError as error:
         raise TriptychError("invalid_request", f"device cuda: {error}", "device") from error
 

@@ -20,9 +20,8 @@ import zmq.asyncio
 from msgspec.msgpack import decode
 
 from broker.cluster.redis_client import connect
-from broker.transports.cuda.library import CudaLibrary
 from broker.transports.cuda.receiver import SCHEME as CUDA_SCHEME
-from broker.transports.cuda.runtime import CudaError
+from broker.transports.cuda.runtime import CudaError, CudaRuntime
 from broker.transports.factory import TransportContext
 from broker.transports.nixl.agent import module_name
 from broker.transports.nixl.memory import CUDA_SCHEME as NIXL_CUDA_SCHEME
@@ -88,7 +87,7 @@ class TensorSink:
 class TensorSource:
     """A sending end by a transport, connected to one sink."""
 
-    def __init__(self, transport: Transport, address: str, broker: str = "", cuda: CudaLibrary | None = None) -> None:
+    def __init__(self, transport: Transport, address: str, broker: str = "", cuda: CudaRuntime | None = None) -> None:
         self._context, redis = zmq.asyncio.Context(), connect(broker) if broker else None
         self._sender = TensorSender(TransportContext(self._context, transport=transport, redis=redis, cuda=cuda))
         self._record = InstanceRecord("sink", "prefill_decode", 1, "", "", "uint8", "", "", tensor_address=address)
@@ -105,7 +104,7 @@ class CudaSink:
     """Copies a tensor to memory of its own on the device, as a worker does. It accepts nothing through the host."""
 
     def __init__(self, transport: Transport, scheme: str) -> None:
-        self._cuda = CudaLibrary()
+        self._cuda = CudaRuntime()
         context = zmq.asyncio.Context()
         self._receiver = TensorReceiver(
             TransportContext(context, transport=transport, cuda=self._cuda), max_bytes=MAX_BYTES
@@ -135,7 +134,7 @@ class CudaSource(TensorSource):
     """Brings every buffer to the device when it is first sent, which is before anything is measured."""
 
     def __init__(self, transport: Transport, address: str) -> None:
-        self._cuda = CudaLibrary()
+        self._cuda = CudaRuntime()
         super().__init__(transport, address, cuda=self._cuda)
         self._stream = self._cuda.make_stream()
         self._uploaded: dict[tuple[int, int], DeviceBuffer] = {}
@@ -184,7 +183,7 @@ def missing_routes() -> set[str]:
     if module_name() is None:
         missing |= {"nixl", NIXL_CUDA + COPIED}
     try:
-        CudaLibrary()
+        CudaRuntime()
     except CudaError:
         missing |= BETWEEN_GPUS.keys()
     return missing

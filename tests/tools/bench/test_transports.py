@@ -53,7 +53,7 @@ async def test_what_lies_on_a_gpu_is_measured_by_each_way_between_gpus(
         gpus.append(FakeCuda())
         return gpus[-1]
 
-    monkeypatch.setattr(transport_ends, "CudaLibrary", open_cuda)
+    monkeypatch.setattr(transport_ends, "CudaRuntime", open_cuda)
     sink = make_sink(route, broker="")
     source = make_source(route, "", sink.address)
     assert isinstance(source, CudaSource)
@@ -80,7 +80,7 @@ def test_ways_between_gpus_are_measured_where_there_is_what_they_need(
             raise CudaError("no library")
         return FakeCuda()
 
-    monkeypatch.setattr(transport_ends, "CudaLibrary", open_cuda)
+    monkeypatch.setattr(transport_ends, "CudaRuntime", open_cuda)
     monkeypatch.setattr(transport_ends, "module_name", lambda: "nixl_cu13" if nixl else None)
     routes = routes_of_this_host()
     assert ("nixl" in routes, "cuda + copy" in routes, "nixl+cuda + copy" in routes) == (nixl, cuda, cuda and nixl)

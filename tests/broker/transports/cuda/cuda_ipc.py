@@ -9,7 +9,6 @@ import subprocess
 import sys
 from functools import cache
 
-from broker.transports.cuda.library import CudaLibrary
 from broker.transports.cuda.runtime import CudaError, CudaRuntime
 from tests.broker.transports.transport_kit import ROOT
 
@@ -24,7 +23,7 @@ def fault() -> str | None:
 
     Raises CudaError without a GPU, and RuntimeError where the other process fails by itself.
     """
-    return fault_of(CudaLibrary())
+    return fault_of(CudaRuntime())
 
 
 def fault_of(cuda: CudaRuntime) -> str | None:
@@ -51,7 +50,7 @@ def _opened_elsewhere(handle: bytes) -> str | None:
 def main(digits: str) -> int:
     """The exit status: 0 once the memory is open, otherwise _REFUSED, with CUDA's words on stdout."""
     try:
-        cuda = CudaLibrary()
+        cuda = CudaRuntime()
         cuda.close(cuda.open(bytes.fromhex(digits)))
     except CudaError as error:
         print(error)

@@ -1,4 +1,4 @@
-"""CUDA's own library behind `CudaRuntime`: its functions without a GPU, and with one what the fake promises of it."""
+"""CUDA's own library: its functions without a GPU, and with one what the fake promises of it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.transports.cuda import library as cuda_library
-from broker.transports.cuda.library import CudaLibrary
+from broker.transports.cuda import runtime as cuda_runtime
 from broker.transports.cuda.runtime import HANDLE_BYTES, CudaError, CudaRuntime
 from tests.broker.transports.cuda import cuda_ipc
 from tests.broker.transports.fake_cuda import FakeCuda
@@ -20,7 +19,7 @@ from tests.broker.transports.fake_cuda import FakeCuda
 @pytest.fixture
 def library() -> Iterator[ctypes.CDLL]:
     try:
-        yield cuda_library._load()
+        yield cuda_runtime._load()
     except CudaError as error:
         pytest.skip(str(error))
 
@@ -29,14 +28,14 @@ def library() -> Iterator[ctypes.CDLL]:
 def cuda(library: ctypes.CDLL) -> CudaRuntime:
     """The library with a device, where there is one."""
     try:
-        return CudaLibrary()
+        return CudaRuntime()
     except CudaError as error:
         pytest.skip(str(error))
 
 
 def test_every_function_is_in_cudas_library(library: ctypes.CDLL) -> None:
     """As far as it goes without a GPU: the names are right. The list is that of the calls in the module's source."""
-    source = Path(cuda_library.__file__).read_text()
+    source = Path(cuda_runtime.__file__).read_text()
     names = {word.strip('"') for word in source.replace("(", " ").replace(",", " ").split() if word.startswith('"cuda')}
     names |= {"cudaGetErrorString", "cudaGetLastError"}
     assert len(names) == 15
@@ -49,7 +48,7 @@ def test_without_a_gpu_the_error_has_cudas_own_words(library: ctypes.CDLL) -> No
     if library.cudaGetDeviceCount(ctypes.byref(count)) == 0 and count.value:
         pytest.skip("there is a GPU")
     with pytest.raises(CudaError, match=r"cudaSetDevice: .+ \(error \d+\)"):
-        CudaLibrary()
+        CudaRuntime()
 
 
 def test_memory_that_another_process_cannot_open_is_a_fault_of_the_machine() -> None:
