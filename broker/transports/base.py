@@ -6,7 +6,9 @@ broker.transports.tensors. The bytes of a GPU have no checksum, for no processor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any, ClassVar, Final, Protocol, TypeAlias, TypeVar
 
 import msgspec
@@ -26,9 +28,17 @@ class Unreachable(TriptychError):
         super().__init__("unavailable", message)
 
 
-def took_none(address: str, timeout_s: float) -> TriptychError:
-    """Return the error of a send past its deadline."""
-    return TriptychError("unavailable", f"the receiver of tensors at {address} took none within {timeout_s:g} s")
+@asynccontextmanager
+async def sending(address: str, timeout_s: float, *faults: type[Exception]) -> AsyncIterator[None]:
+    """Limit a send to `timeout_s`. Raise TriptychError("unavailable") for a late send, and for one of `faults`."""
+    receiver = f"the receiver of tensors at {address}"
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError as error:
+        raise TriptychError("unavailable", f"{receiver} took none within {timeout_s:g} s") from error
+    except faults as error:
+        raise TriptychError("unavailable", f"{receiver}: {error}") from error
 
 
 class Receiver(Protocol):

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from broker.transports.arena import Notifier
-from broker.transports.base import Unreachable, took_none
+from broker.transports.base import Unreachable, sending
 from broker.transports.linked import packets
 from broker.transports.linked.wire import Release, for_sender
 from broker.transports.payload import DeviceBuffer
@@ -130,21 +130,16 @@ class LinkedConnection(ABC, Generic[L, Data]):
     async def send(self, header: TensorHeader, data: Data, timeout_s: float) -> None:
         """See broker.transports.base.Connection."""
         refused_before = self._num_refused
-        try:
-            async with asyncio.timeout(timeout_s):
-                async with self._turn:
-                    link = await self._connected(refused_before)
-                    link.check_size(data.nbytes)
-                    part = await link.reserve(data.nbytes)
-                try:
-                    await link.announce(part, await link.write(part, header, data))
-                except BaseException:
-                    link.release(part)
-                    raise
-        except TimeoutError as error:
-            raise took_none(self._address, timeout_s) from error
-        except self.refusals as error:
-            raise TriptychError("unavailable", f"the receiver of tensors at {self._address}: {error}") from error
+        async with sending(self._address, timeout_s, *self.refusals):
+            async with self._turn:
+                link = await self._connected(refused_before)
+                link.check_size(data.nbytes)
+                part = await link.reserve(data.nbytes)
+            try:
+                await link.announce(part, await link.write(part, header, data))
+            except BaseException:
+                link.release(part)
+                raise
 
     def close(self) -> None:
         self._closed = True

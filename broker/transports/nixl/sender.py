@@ -26,7 +26,7 @@ import zmq
 import zmq.asyncio
 
 from broker.cluster.curve import secure_connect
-from broker.transports.base import Unreachable, took_none
+from broker.transports.base import Unreachable, sending
 from broker.transports.checksums import with_checksum
 from broker.transports.nixl import wire
 from broker.transports.nixl.agent import HostMemory, NixlAgent, NixlError, RegisteredMemory
@@ -135,23 +135,18 @@ class NixlConnection(NixlLink):
         self._memory: HostMemory | None = None
 
     async def send(self, header: TensorHeader, data: memoryview, timeout_s: float) -> None:
-        try:
-            async with asyncio.timeout(timeout_s), self._turn:
-                self._number += 1
-                if self._memory is None:
-                    self._memory = HostMemory(self._agent, wire.WINDOW * wire.PIECE_BYTES)
-                if not self._is_known():
-                    await self._greet(self._memory)
-                window, source = self._memory.array, np.asarray(data.cast("B"))
+        async with sending(self._address, timeout_s, NixlError, ValueError), self._turn:
+            self._number += 1
+            if self._memory is None:
+                self._memory = HostMemory(self._agent, wire.WINDOW * wire.PIECE_BYTES)
+            if not self._is_known():
+                await self._greet(self._memory)
+            window, source = self._memory.array, np.asarray(data.cast("B"))
 
-                async def fill(offset: int, start: int, size: int) -> None:
-                    np.copyto(window[offset : offset + size], source[start : start + size])
+            async def fill(offset: int, start: int, size: int) -> None:
+                np.copyto(window[offset : offset + size], source[start : start + size])
 
-                await self._send_pieces(await with_checksum(header, data), data.nbytes, self._memory.address, fill)
-        except TimeoutError as error:
-            raise took_none(self._address, timeout_s) from error
-        except (NixlError, ValueError) as error:
-            raise TriptychError("unavailable", f"the receiver of tensors at {self._address}: {error}") from error
+            await self._send_pieces(await with_checksum(header, data), data.nbytes, self._memory.address, fill)
 
     def close(self) -> None:
         super().close()
@@ -173,15 +168,13 @@ class NixlCudaConnection(NixlLink):
     async def send(self, header: TensorHeader, data: DeviceBuffer, timeout_s: float) -> None:
         failed_before = self._num_failed
         try:
-            async with asyncio.timeout(timeout_s), self._turn:
+            async with sending(self._address, timeout_s), self._turn:
                 self._number += 1
                 if not self._is_known():
                     if self._num_failed != failed_before:  # each waiting send would wait as long again
                         raise NixlError("the tensor before has found that it does not lead there")
                     await self._shake_hands()
                 await self._send_tensor(header, data)
-        except TimeoutError as error:
-            raise took_none(self._address, timeout_s) from error
         except (NixlError, ValueError) as error:
             raise Unreachable(f"no NIXL between GPUs with {self._address}: {error}") from error
 

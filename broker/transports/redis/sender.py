@@ -27,7 +27,7 @@ from typing import ClassVar, Final
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from broker.transports.base import took_none
+from broker.transports.base import sending
 from broker.transports.checksums import with_checksum
 from broker.transports.redis.wire import (
     CHUNK_BYTES,
@@ -70,10 +70,8 @@ class RedisConnection:
         header = await with_checksum(header, data)
         passing = Passing(secrets.token_hex(8), data.nbytes, min(timeout_s, MAX_TIMEOUT_S), header)
         try:
-            async with asyncio.timeout(timeout_s), self._turn:
+            async with sending(self._address, timeout_s), self._turn:
                 await self._pass(passing, _Chunks(data))
-        except TimeoutError as error:
-            raise took_none(self._address, timeout_s) from error
         except RedisError as error:
             raise TriptychError("unavailable", f"the broker does not take a tensor: {error}") from error
 

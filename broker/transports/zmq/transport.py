@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 
 from broker.cluster.curve import OVERHEAD_BYTES, secure_bind, secure_connect
-from broker.transports.base import QUEUE_TENSORS, OnArrival, took_none
+from broker.transports.base import QUEUE_TENSORS, OnArrival, sending
 from broker.transports.checksums import TURN_BYTES, with_checksum
 from broker.transports.received import ReceivedTensor
 from broker.transports.zmq import wire
@@ -153,11 +153,8 @@ class ZmqConnection:
             header = await with_checksum(header, data)
             if not self._turn.locked() and self._try_send(header, data):
                 return
-        try:
-            async with asyncio.timeout(timeout_s), self._turn:
-                await (self._send_pieces if divided else self._send)(header, data)
-        except TimeoutError as error:
-            raise took_none(self._address, timeout_s) from error
+        async with sending(self._address, timeout_s), self._turn:
+            await (self._send_pieces if divided else self._send)(header, data)
 
     def close(self) -> None:
         self._set_writable()
