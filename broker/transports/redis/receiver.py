@@ -11,19 +11,7 @@ from redis.exceptions import RedisError
 
 from broker.transports.base import OnArrival
 from broker.transports.received import ReceivedTensor
-from broker.transports.redis.wire import (
-    DONE,
-    LOST,
-    REFUSED,
-    SCHEME,
-    Passing,
-    answers_key,
-    chunk_key,
-    decode_passing,
-    is_leased,
-    pop,
-    push,
-)
+from broker.transports.redis.wire import DONE, LOST, REFUSED, SCHEME, Parcel, Passing, decode_passing, pop
 from common.telemetry import get_logger
 
 _RETRY_S: Final = 1.0
@@ -101,11 +89,12 @@ class RedisReceiver:
         """Collect the chunks. Raises ValueError above the limits, TimeoutError for a dead sender."""
         if passing.size_bytes > self._max_bytes:
             raise ValueError(f"a tensor of {passing.size_bytes} bytes, at most {self._max_bytes} are taken")
+        parcel = Parcel(self._redis, self._list, passing)
         data, filled, number, was_leased = bytearray(passing.size_bytes), 0, 0, True
         while filled < len(data):
-            chunk = await pop(self._redis, chunk_key(self._list, passing, number))
+            chunk = await parcel.pop(number)
             if chunk is None:
-                leased = await is_leased(self._redis, self._list, passing)
+                leased = await parcel.is_leased()
                 if not leased and not was_leased:  # once may be the broker's fault: the sender begins a new lease then
                     raise TimeoutError("its sender is gone, or was away for too long")
                 was_leased = leased
@@ -122,7 +111,7 @@ class RedisReceiver:
         """Answer the sender; after a lost answer, the sender asks again."""
         self._said[passing.id] = answer
         try:
-            await push(self._redis, answers_key(self._list, passing), answer)
+            await Parcel(self._redis, self._list, passing).push("taken", answer)
         except RedisError as error:
             log.warning("cannot answer the sender of a tensor", sender=passing.header.sender, error=str(error))
 

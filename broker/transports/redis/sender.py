@@ -29,26 +29,10 @@ from redis.exceptions import RedisError
 
 from broker.transports.base import sending
 from broker.transports.checksums import with_checksum
-from broker.transports.redis.wire import (
-    CHUNK_BYTES,
-    DONE,
-    LOST,
-    MAX_TIMEOUT_S,
-    REFUSED,
-    RENEWAL_S,
-    SCHEME,
-    WINDOW,
-    Passing,
-    announce,
-    answers_key,
-    chunk_key,
-    pop,
-    push,
-    remove,
-    renew,
-)
+from broker.transports.redis import wire
+from broker.transports.redis.wire import Parcel, Passing
 from common.errors import TriptychError
-from common.messages import TensorHeader, encode
+from common.messages import TensorHeader
 
 _NUMBER: Final = re.compile(rb"\d{1,9}")
 
@@ -56,7 +40,7 @@ _NUMBER: Final = re.compile(rb"\d{1,9}")
 class RedisConnection:
     """See broker.transports.base.Connection. `send` returns once the receiver has all of a tensor, one at a time."""
 
-    scheme: ClassVar[str] = SCHEME
+    scheme: ClassVar[str] = wire.SCHEME
 
     def __init__(self, redis: Redis, address: str) -> None:
         self._redis = redis
@@ -68,10 +52,11 @@ class RedisConnection:
 
     async def send(self, header: TensorHeader, data: memoryview, timeout_s: float) -> None:
         header = await with_checksum(header, data)
-        passing = Passing(secrets.token_hex(8), data.nbytes, min(timeout_s, MAX_TIMEOUT_S), header)
+        passing = Passing(secrets.token_hex(8), data.nbytes, min(timeout_s, wire.MAX_TIMEOUT_S), header)
+        parcel = Parcel(self._redis, self._list, passing)
         try:
             async with sending(self._address, timeout_s), self._turn:
-                await self._pass(passing, _Chunks(data))
+                await self._pass(parcel, _Chunks(data))
         except RedisError as error:
             raise TriptychError("unavailable", f"the broker does not take a tensor: {error}") from error
 
@@ -79,54 +64,57 @@ class RedisConnection:
         """Close the connection, after the receiver's end or the last send: a running send fails within a second."""
         self._closed = True
 
-    async def _pass(self, passing: Passing, chunks: _Chunks) -> None:
+    async def _pass(self, parcel: Parcel, chunks: _Chunks) -> None:
         self._require_open()
         try:
-            await announce(self._redis, self._list, passing)
-            renewing = asyncio.create_task(self._renew(passing, chunks))
+            await parcel.announce()
+            renewing = asyncio.create_task(_renew(parcel, chunks))
             try:
-                while not await self._go_on(passing, chunks):
+                while not await self._go_on(parcel, chunks):
                     self._require_open()
             finally:
                 renewing.cancel()
         finally:  # in the background: who has given up has no time left
-            task = asyncio.create_task(self._remove(passing, chunks.maybe_there))
+            task = asyncio.create_task(_remove(parcel, chunks.maybe_there))
             self._removing.add(task)
             task.add_done_callback(self._removing.discard)
 
-    async def _go_on(self, passing: Passing, chunks: _Chunks) -> bool:
+    async def _go_on(self, parcel: Parcel, chunks: _Chunks) -> bool:
         """Send the chunks to send now, and process an answer; return True once the receiver has all chunks."""
         for number in chunks.next():
-            await push(self._redis, chunk_key(self._list, passing, number), chunks[number])
-        answer = await pop(self._redis, answers_key(self._list, passing))
-        if answer == REFUSED:
-            raise TriptychError("invalid_request", f"{self._address} refused a tensor of {passing.size_bytes} bytes")
-        if answer == LOST:
+            await parcel.push(number, chunks[number])
+        answer = await parcel.pop("taken")
+        if answer == wire.REFUSED:
+            message = f"{self._address} refused a tensor of {parcel.passing.size_bytes} bytes"
+            raise TriptychError("invalid_request", message)
+        if answer == wire.LOST:
             raise TriptychError("unavailable", f"{self._address} has given up a tensor")
         if answer is None:
             chunks.asked = True
-            await push(self._redis, self._list, encode(passing))  # the receiver answers with the progress
-        elif answer != DONE:
+            await parcel.ask()
+        elif answer != wire.DONE:
             chunks.note_waits_for(answer)
-        return answer == DONE
+        return answer == wire.DONE
 
     def _require_open(self) -> None:
         if self._closed:
             raise TriptychError("unavailable", f"the connection to {self._address} is closed")
 
-    async def _renew(self, passing: Passing, chunks: _Chunks) -> None:
-        """Renew the lease during a send. An expired lease, as after a stopped broker, begins anew."""
-        while True:
-            await asyncio.sleep(RENEWAL_S)
-            with contextlib.suppress(RedisError):  # away for a moment; or for longer, which shows when it is back
-                if not await renew(self._redis, self._list, passing, chunks.maybe_there):
-                    chunks.num_sent = chunks.waits_for
-                    await announce(self._redis, self._list, passing)
 
-    async def _remove(self, passing: Passing, chunks: range) -> None:
-        # What cannot be removed expires. The second error is redis-py's where the client is closed amid a command.
-        with contextlib.suppress(RedisError, AttributeError):
-            await remove(self._redis, self._list, passing, chunks)
+async def _renew(parcel: Parcel, chunks: _Chunks) -> None:
+    """Renew the lease during a send. An expired lease, as after a stopped broker, begins anew."""
+    while True:
+        await asyncio.sleep(wire.RENEWAL_S)
+        with contextlib.suppress(RedisError):  # away for a moment; or for longer, which shows when it is back
+            if not await parcel.renew(chunks.maybe_there):
+                chunks.num_sent = chunks.waits_for
+                await parcel.announce()
+
+
+async def _remove(parcel: Parcel, chunks: range) -> None:
+    # What cannot be removed expires. The second error is redis-py's where the client is closed amid a command.
+    with contextlib.suppress(RedisError, AttributeError):
+        await parcel.remove(chunks)
 
 
 class _Chunks:
@@ -137,18 +125,18 @@ class _Chunks:
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
-        self._num_chunks = -(-len(data) // CHUNK_BYTES)
+        self._num_chunks = -(-len(data) // wire.CHUNK_BYTES)
         self.num_sent = self.waits_for = 0
         self.asked = False
         self._again: list[int] = []
 
     def __getitem__(self, number: int) -> memoryview:
-        return self._data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
+        return self._data[number * wire.CHUNK_BYTES : (number + 1) * wire.CHUNK_BYTES]
 
     @property
     def maybe_there(self) -> range:
         """Chunks possibly in the broker."""
-        return range(self.waits_for, min(self.waits_for + WINDOW, self._num_chunks))
+        return range(self.waits_for, min(self.waits_for + wire.WINDOW, self._num_chunks))
 
     def next(self) -> list[int]:
         """Return the chunks to send now, counted as sent from now on."""

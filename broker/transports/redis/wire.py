@@ -11,6 +11,7 @@ Every key lasts for LEASE_S and is renewed by the sender: after any death or los
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, cast
 
 import msgspec
@@ -46,60 +47,68 @@ class Passing(msgspec.Struct, frozen=True):
 decode_passing: Final[Callable[[bytes], Passing]] = make_decode(Passing)
 
 
-def chunk_key(list_key: str, passing: Passing, number: int | str) -> str:
-    return f"{list_key}:{passing.header.sender}:{passing.id}:{number}"
+@dataclass(frozen=True)
+class Parcel:
+    """The keys of one tensor in the broker, beside the receiver's list, and the commands of its two ends."""
 
+    redis: Redis
+    list_key: str
+    passing: Passing
 
-def answers_key(list_key: str, passing: Passing) -> str:
-    return chunk_key(list_key, passing, "taken")
+    def key(self, part: int | str) -> str:
+        """Return the key of a chunk, of the "lease" or of the answers, which are "taken"."""
+        return f"{self.list_key}:{self.passing.header.sender}:{self.passing.id}:{part}"
 
+    async def announce(self) -> None:
+        """Announce a coming tensor, and begin the lease."""
+        async with self.redis.pipeline(transaction=True) as pipe:
+            pipe.set(self.key("lease"), b"", px=_LEASE_MS)
+            _append(pipe, self.list_key, encode(self.passing))
+            await pipe.execute()
 
-def lease_key(list_key: str, passing: Passing) -> str:
-    return chunk_key(list_key, passing, "lease")
+    async def ask(self) -> None:
+        """Ask the receiver to answer with its progress."""
+        await _push(self.redis, self.list_key, encode(self.passing))
 
+    async def renew(self, chunks: Iterable[int]) -> bool:
+        """Extend the lease, and all keys of these chunks. Return False for an expired lease."""
+        async with self.redis.pipeline(transaction=True) as pipe:
+            pipe.set(self.key("lease"), b"", px=_LEASE_MS, xx=True)
+            for key in (self.list_key, *self._keys("taken", *chunks)):
+                pipe.pexpire(key, _LEASE_MS)
+            return bool((await pipe.execute())[0])
 
-async def announce(redis: Redis, list_key: str, passing: Passing) -> None:
-    """Announce a coming tensor, and begin the lease."""
-    async with redis.pipeline(transaction=True) as pipe:
-        pipe.set(lease_key(list_key, passing), b"", px=_LEASE_MS)
-        _append(pipe, list_key, encode(passing))
-        await pipe.execute()
+    async def is_leased(self) -> bool:
+        return bool(await self.redis.exists(self.key("lease")))
 
+    async def remove(self, chunks: Iterable[int]) -> None:
+        """Remove all content of the broker for these chunks."""
+        async with self.redis.pipeline(transaction=False) as pipe:
+            pipe.lrem(self.list_key, 0, cast(Any, encode(self.passing)))
+            pipe.delete(*self._keys("lease", "taken", *chunks))
+            await pipe.execute()
 
-async def renew(redis: Redis, list_key: str, passing: Passing, chunks: Iterable[int]) -> bool:
-    """Extend the lease, and all keys of these chunks. Return False for an expired lease."""
-    keys = [list_key, answers_key(list_key, passing), *(chunk_key(list_key, passing, number) for number in chunks)]
-    async with redis.pipeline(transaction=True) as pipe:
-        pipe.set(lease_key(list_key, passing), b"", px=_LEASE_MS, xx=True)
-        for key in keys:
-            pipe.pexpire(key, _LEASE_MS)
-        return bool((await pipe.execute())[0])
+    async def push(self, part: int | str, value: bytes | memoryview) -> None:
+        await _push(self.redis, self.key(part), value)
 
+    async def pop(self, part: int | str) -> bytes | None:
+        return await pop(self.redis, self.key(part))
 
-async def is_leased(redis: Redis, list_key: str, passing: Passing) -> bool:
-    return bool(await redis.exists(lease_key(list_key, passing)))
-
-
-async def remove(redis: Redis, list_key: str, passing: Passing, chunks: Iterable[int]) -> None:
-    """Remove all content of the broker for these chunks."""
-    keys = [chunk_key(list_key, passing, number) for number in chunks]
-    async with redis.pipeline(transaction=False) as pipe:
-        pipe.lrem(list_key, 0, cast(Any, encode(passing)))
-        pipe.delete(lease_key(list_key, passing), answers_key(list_key, passing), *keys)
-        await pipe.execute()
-
-
-async def push(redis: Redis, key: str, value: bytes | memoryview) -> None:
-    """Append to a list, which expires LEASE_S from now."""
-    async with redis.pipeline(transaction=True) as pipe:
-        _append(pipe, key, value)
-        await pipe.execute()
+    def _keys(self, *parts: int | str) -> list[str]:
+        return [self.key(part) for part in parts]
 
 
 async def pop(redis: Redis, key: str) -> bytes | None:
     """Return the first value of a list; None after a second without any."""
     popped: list[bytes] | None = await cast(Any, redis.blpop([key], timeout=_BLOCK_S))
     return None if popped is None else popped[1]
+
+
+async def _push(redis: Redis, key: str, value: bytes | memoryview) -> None:
+    """Append to a list, which expires LEASE_S from now."""
+    async with redis.pipeline(transaction=True) as pipe:
+        _append(pipe, key, value)
+        await pipe.execute()
 
 
 def _append(pipe: Any, key: str, value: bytes | memoryview) -> None:

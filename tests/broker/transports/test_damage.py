@@ -19,7 +19,7 @@ from broker.handoff.channels import ChannelSender, Delivery
 from broker.handoff.sender import HandoffSender, key_of
 from broker.transports.nixl.sender import NixlConnection
 from broker.transports.nixl.wire import ReadablePiece, ToReceiver
-from broker.transports.redis import sender as redis_transport
+from broker.transports.redis.wire import Parcel
 from broker.transports.shm.segment import ArenaSlice
 from broker.transports.shm.sender import ShmLink
 from common.messages import Grant, InputLayout, Offer, Receipt, TensorHeader
@@ -66,15 +66,15 @@ def damage_arena(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def damage_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    push, left = redis_transport.push, [PLACE]
+    push, left = Parcel.push, [PLACE]
 
-    async def push_damaged(redis: Redis, key: str, value: memoryview) -> None:
+    async def push_damaged(parcel: Parcel, part: int | str, value: memoryview) -> None:
         entry = bytearray(value)
         if left and len(entry) > PLACE:
             entry[left.pop()] ^= 0x10
-        await push(redis, key, bytes(entry))
+        await push(parcel, part, bytes(entry))
 
-    monkeypatch.setattr(redis_transport, "push", push_damaged)
+    monkeypatch.setattr(Parcel, "push", push_damaged)
 
 
 def damage_registered_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ async def test_redis_drops_what_is_no_tensor(kit: Kit) -> None:
         await kit.redis.rpush(key, junk)
     await kit.redis.rpush(key, encode(redis_wire.Passing("y", 2**50, 5.0, of_bytes(b""))))
     more = redis_wire.Passing("z", 3, 5.0, of_bytes(b"abc"))
-    await kit.redis.rpush(redis_wire.chunk_key(key, more, 0), b"more than three bytes")
+    await kit.redis.rpush(redis_wire.Parcel(kit.redis, key, more).key(0), b"more than three bytes")
     await kit.redis.rpush(key, encode(more))
     await eventually(lambda: receiver.num_invalid == 6)
     assert receiver.num_unfinished == 0

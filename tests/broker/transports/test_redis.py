@@ -14,12 +14,11 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from broker.transports.received import ReceivedTensor
-from broker.transports.redis import receiver as redis_receiver
 from broker.transports.redis import sender as redis_transport
 from broker.transports.redis import wire as redis_wire
 from broker.transports.redis.receiver import RedisReceiver
 from broker.transports.redis.sender import RedisConnection
-from broker.transports.redis.wire import CHUNK_BYTES, LEASE_S, WINDOW
+from broker.transports.redis.wire import CHUNK_BYTES, LEASE_S, WINDOW, Parcel
 from broker.transports.tensors import TensorReceiver
 from common.errors import TriptychError
 from tests.broker.transports.transport_kit import Kit, kit_of, of_bytes, receive, to
@@ -111,9 +110,8 @@ async def test_commands_that_are_carried_out_twice_change_nothing_and_leave_noth
 
         return repeated
 
-    for name in ("announce", "push", "renew", "remove"):
-        monkeypatch.setattr(redis_transport, name, twice(getattr(redis_transport, name)))
-    monkeypatch.setattr(redis_receiver, "push", twice(redis_receiver.push))
+    for name in ("announce", "ask", "push", "renew", "remove"):
+        monkeypatch.setattr(Parcel, name, twice(getattr(Parcel, name)))
     sender = RedisConnection(redis, receiver.address)
     for size in (0, 1, CHUNK_BYTES, 6 * CHUNK_BYTES + 1):
         await pass_on(sender, receiver, memoryview(os.urandom(size)))
@@ -121,29 +119,33 @@ async def test_commands_that_are_carried_out_twice_change_nothing_and_leave_noth
     assert (receiver.pop(), receiver.num_invalid, receiver.num_unfinished) == (None, 0, 0)
 
 
-class Losses:
-    """Carries out all commands of a kind but those whose turn it is to be lost, without a word."""
+def lose(monkeypatch: pytest.MonkeyPatch, kind: type, *turns: int) -> list[int | str]:
+    """Carry out all pushes of chunks (int) or of answers (str) but those whose turn it is to be lost, without a word.
 
-    def __init__(self, command: Callable[..., Awaitable[Any]], *turns: int) -> None:
-        self._command, self._turns, self.num_calls = command, turns, 0
+    Return what was pushed, lost or not."""
+    push, pushed = Parcel.push, list[int | str]()
 
-    async def __call__(self, *args: Any) -> None:
-        self.num_calls += 1
-        if self.num_calls - 1 not in self._turns:
-            await self._command(*args)
+    async def losing(parcel: Parcel, part: int | str, value: bytes) -> None:
+        if isinstance(part, kind):
+            pushed.append(part)
+        if not isinstance(part, kind) or len(pushed) - 1 not in turns:
+            await push(parcel, part, value)
+
+    monkeypatch.setattr(Parcel, "push", losing)
+    return pushed
 
 
-@pytest.mark.parametrize("module", [redis_transport, redis_receiver], ids=["chunks", "answers"])
+@pytest.mark.parametrize("kind", [int, str], ids=["chunks", "answers"])
 @pytest.mark.parametrize("turn", [0, 2, 5, 6], ids=["first", "amid", "last", "end"])
 async def test_a_chunk_or_an_answer_that_is_lost_costs_a_moment_and_nothing_else(
-    redis: Redis, receiver: RedisReceiver, monkeypatch: pytest.MonkeyPatch, module: Any, turn: int
+    redis: Redis, receiver: RedisReceiver, monkeypatch: pytest.MonkeyPatch, kind: type, turn: int
 ) -> None:
     """As where it was in the reply to a command when the connection was lost. Of six chunks; the seventh answer is that
     all have come."""
-    monkeypatch.setattr(module, "push", losses := Losses(module.push, turn))
+    pushed = lose(monkeypatch, kind, turn)
     monkeypatch.setattr(redis_wire, "_BLOCK_S", 0.1)
     await pass_on(RedisConnection(redis, receiver.address), receiver, memoryview(os.urandom(6 * CHUNK_BYTES)))
-    assert losses.num_calls >= 6
+    assert len(pushed) >= 6
     await holds(redis, 0)
     assert (receiver.pop(), receiver.num_invalid, receiver.num_unfinished) == (None, 0, 0)
 
@@ -151,7 +153,7 @@ async def test_a_chunk_or_an_answer_that_is_lost_costs_a_moment_and_nothing_else
 async def test_a_refusal_that_is_lost_is_asked_for(
     redis: Redis, receiver: RedisReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_receiver, "push", Losses(redis_receiver.push, 0))
+    lose(monkeypatch, str, 0)
     receiver._max_bytes = 1
     with pytest.raises(TriptychError, match="refused a tensor of 2 bytes"):
         await RedisConnection(redis, receiver.address).send(of_bytes(b"xy"), memoryview(b"xy"), 20.0)
@@ -164,7 +166,7 @@ async def test_an_answer_that_is_none_ends_the_send(redis: Redis) -> None:
         sending = asyncio.create_task(sender.send(of_bytes(b"x"), memoryview(b"x"), 30.0))
         _, announced = await redis.blpop(["test:tensors:nobody"], timeout=20)
         passing = redis_wire.decode_passing(announced)
-        await redis.rpush(redis_wire.answers_key("test:tensors:nobody", passing), answer)
+        await redis.rpush(redis_wire.Parcel(redis, "test:tensors:nobody", passing).key("taken"), answer)
         with pytest.raises(TriptychError, match="the receiver of a tensor says"):
             await sending
     await holds(redis, 0)
@@ -211,7 +213,7 @@ async def test_what_was_given_up_is_removed_at_once_or_expires_where_the_broker_
         await holds(redis, 0)
     failed = asyncio.Event()
     with monkeypatch.context() as patch:
-        patch.setattr(redis_transport, "remove", is_away)
+        patch.setattr(Parcel, "remove", is_away)
         await give_up()
         await failed.wait()
     assert {await redis.pttl(key) > 0 for key in await redis.keys("*")} == {True}
@@ -247,14 +249,15 @@ async def test_a_receiver_waits_for_a_slow_sender_and_lets_go_of_one_that_is_gon
         looks += 1
         return bool(await is_leased(*args))
 
-    is_leased, push = redis_receiver.is_leased, redis_transport.push
+    is_leased, push = Parcel.is_leased, Parcel.push
 
-    async def held_up(*args: Any) -> None:
-        await slow.wait()
-        await push(*args)
+    async def held_up(parcel: Parcel, part: int | str, value: bytes) -> None:
+        if isinstance(part, int):
+            await slow.wait()
+        await push(parcel, part, value)
 
-    monkeypatch.setattr(redis_receiver, "is_leased", counted)
-    monkeypatch.setattr(redis_transport, "push", held_up)
+    monkeypatch.setattr(Parcel, "is_leased", counted)
+    monkeypatch.setattr(Parcel, "push", held_up)
     sending = asyncio.create_task(kit.sender().send(to(receiver.address), of_bytes(b"x"), memoryview(b"x"), 30.0))
     await eventually(lambda: looks > LEASE_S / 0.1 + 2, 20.0)
     slow.set()
@@ -274,7 +277,7 @@ async def test_a_sender_that_was_away_for_longer_than_its_lease_fails_at_once_wh
 ) -> None:
     away, back = asyncio.Event(), asyncio.Event()
     go_on: Any = RedisConnection._go_on
-    renew = redis_transport.renew
+    renew = Parcel.renew
 
     async def stopped(*args: Any) -> Any:
         away.set()
@@ -286,7 +289,7 @@ async def test_a_sender_that_was_away_for_longer_than_its_lease_fails_at_once_wh
         return bool(await renew(*args))
 
     monkeypatch.setattr(RedisConnection, "_go_on", stopped)
-    monkeypatch.setattr(redis_transport, "renew", renewed)
+    monkeypatch.setattr(Parcel, "renew", renewed)
     data = memoryview(bytes(64 * MIB))
     sending = asyncio.create_task(RedisConnection(redis, receiver.address).send(of_bytes(data), data, 3600.0))
     async with asyncio.timeout(30):
@@ -307,18 +310,19 @@ async def test_a_broker_that_was_emptied_costs_a_moment(
 ) -> None:
     """As one does that stands still for so long that leases end. Nothing that has arrived is sent again."""
     monkeypatch.setattr(redis_wire, "_BLOCK_S", 0.5)  # as ever longer than what a sender takes to renew its lease
-    held, over, push = asyncio.Event(), asyncio.Event(), redis_transport.push
+    held, over, push = asyncio.Event(), asyncio.Event(), Parcel.push
     hear: Any = RedisReceiver._handle
-    pushed: list[str] = []
+    pushed: list[int] = []
 
-    async def counted(client: Redis, key: str, value: memoryview) -> None:
-        pushed.append(key)
-        if receiving and key.endswith(":6"):
+    async def counted(parcel: Parcel, part: int | str, value: bytes) -> None:
+        if isinstance(part, int):
+            pushed.append(part)
+        if receiving and part == 6:
             held.set()
             await over.wait()
-        await push(client, key, value)
+        await push(parcel, part, value)
 
-    monkeypatch.setattr(redis_transport, "push", counted)
+    monkeypatch.setattr(Parcel, "push", counted)
     if not receiving:
         monkeypatch.setattr(RedisReceiver, "_handle", lambda *_: held.set())
     data = memoryview(os.urandom(8 * CHUNK_BYTES))
@@ -330,7 +334,7 @@ async def test_a_broker_that_was_emptied_costs_a_moment(
         await redis.flushall()
         over.set()
         await passing
-    num_sent = len([key for key in pushed if key.endswith(":0")])
+    num_sent = pushed.count(0)
     assert num_sent == 1 if receiving else num_sent >= 2
     assert (receiver.num_invalid, receiver.num_unfinished) == (0, 0)
     await holds(redis, 0)
@@ -371,16 +375,17 @@ async def test_many_slow_senders_take_no_connection_from_anybody_else(
     monkeypatch.setattr(redis_wire, "_LEASE_MS", 60_000)
     own, count = receiver.address.partition("://")[2], 120
     header = of_bytes(b"x")
-    slow = [redis_wire.Passing(f"{number:016x}", 1, 30.0, header) for number in range(count)]
-    for passing in slow:
-        await redis_wire.announce(redis, own, passing)
+    passing = [redis_wire.Passing(f"{number:016x}", 1, 30.0, header) for number in range(count)]
+    slow = [redis_wire.Parcel(redis, own, one) for one in passing]
+    for parcel in slow:
+        await parcel.announce()
     await eventually(lambda: len(receiver._tasks) == count + 1)
     assert await redis.set("heartbeat", 1)
     assert await redis.delete("heartbeat")
-    for passing in slow:
-        await redis_wire.push(redis, redis_wire.chunk_key(own, passing, 0), b"x")
+    for parcel in slow:
+        await parcel.push(0, b"x")
     for _ in slow:
         await take(receiver)
     assert (receiver.num_invalid, receiver.num_unfinished) == (0, 0)
-    for passing in slow:
-        await redis_wire.remove(redis, own, passing, ())
+    for parcel in slow:
+        await parcel.remove(())
