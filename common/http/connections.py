@@ -29,6 +29,7 @@ import resource
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from http import HTTPStatus
 from typing import Any, Final, Literal
 
 import h11
@@ -276,11 +277,7 @@ def allowed_connections(wanted: int) -> int:
 
 def _error_bytes(status: int, code: str, message: str) -> bytes:
     """Return a whole response with an error in OpenAI's shape; the connection ends after it."""
-    phrase, kind = {
-        400: ("Bad Request", "invalid_request_error"),
-        408: ("Request Timeout", "invalid_request_error"),
-        503: ("Service Unavailable", "server_error"),
-    }[status]
+    phrase, kind = HTTPStatus(status).phrase, "server_error" if status >= 500 else "invalid_request_error"
     body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
     again = "Retry-After: 1\r\n" if status == 503 else ""
     head = f"HTTP/1.1 {status} {phrase}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n{again}"
