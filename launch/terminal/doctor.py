@@ -84,15 +84,12 @@ def examine(settings: Settings) -> list[Finding]:
 def check_system(_: Settings) -> Iterator[Finding]:
     """Operating system and Python."""
     name = f"{platform.system()} {platform.release()}, {platform.machine()}"
-    if sys.platform == "linux":
-        yield Finding("system", "ok", name)
-    else:
-        yield Finding("system", "fail", name, "Triptych runs on Linux: use a container or a virtual machine")
+    other = "" if sys.platform == "linux" else "Triptych runs on Linux: use a container or a virtual machine"
+    yield Finding("system", "fail" if other else "ok", name, other)
     python = f"{platform.python_version()} ({sys.executable})"
-    if sys.version_info[:2] == TESTED_PYTHON:
-        yield Finding("Python", "ok", python)
-    else:
-        yield Finding("Python", "warn", python, "all tests run on 3.11; go there if something odd happens")
+    tested = sys.version_info[:2] == TESTED_PYTHON
+    other = "" if tested else "all tests run on 3.11; go there if something odd happens"
+    yield Finding("Python", "warn" if other else "ok", python, other)
 
 
 def check_machine(_: Settings) -> Iterator[Finding]:
