@@ -127,8 +127,8 @@ class CudaLink(Link[DeviceBuffer, _DeviceSlice]):
             return None
         if (offset := self._arena.reserve(num_bytes)) is None:
             return None
-        part = self._reserved[self._next_slot] = _DeviceSlice(self._next_slot, offset, num_bytes)
-        self._next_slot += 1
+        part = _DeviceSlice(next(self._slots), offset, num_bytes)
+        self._reserved[part.slot] = part
         return part
 
     async def write(self, part: _DeviceSlice, header: TensorHeader, data: DeviceBuffer) -> TensorHeader:

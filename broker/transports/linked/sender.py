@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
@@ -35,7 +36,7 @@ class Link(ABC, Generic[Data, Slice]):
         """Connect. `changed` wakes callers that wait for memory. Raises OSError without a listener under `name`."""
         self._changed = changed
         self._reserved: dict[int, Slice] = {}
-        self._next_slot = 0
+        self._slots = itertools.count()
         self._nonce = b""
         self._max_bytes = -1  # unknown before the Welcome
         self._packets = packets.PacketSocket(packets.connect(name), self._handle, self._end)

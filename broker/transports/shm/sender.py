@@ -117,16 +117,15 @@ class ShmLink(Link[memoryview, ArenaSlice]):
             if any(part.fd is not None for part in self._reserved.values()):
                 return None
             fd, memory = segment.create(num_bytes)
-            part = ArenaSlice(self._next_slot, memory, fd=fd)
+            part = ArenaSlice(next(self._slots), memory, fd=fd)
         else:
             offset = self._arena.reserve(num_bytes)
             if offset is None:
                 return None
             end = offset + num_bytes
             self._used_bytes = max(self._used_bytes, end)
-            part = ArenaSlice(self._next_slot, self._memory[offset:end], offset)
+            part = ArenaSlice(next(self._slots), self._memory[offset:end], offset)
         self._reserved[part.slot] = part
-        self._next_slot += 1
         return part
 
     async def write(self, part: ArenaSlice, header: TensorHeader, data: memoryview) -> TensorHeader:
@@ -148,10 +147,7 @@ class ShmLink(Link[memoryview, ArenaSlice]):
         """Share memory for a tensor; None if the receiver has enough, or accepts nothing now."""
         if header.size_bytes > self._max_bytes:
             return None
-        pushed = self._pushes.reserve(self._next_slot, header)
-        if pushed is not None:
-            self._next_slot += 1
-        return pushed
+        return self._pushes.reserve(next(self._slots), header)
 
     def release(self, part: ArenaSlice) -> None:
         if self._reserved.pop(part.slot, None) is None:
