@@ -86,10 +86,8 @@ class Route:
 
     def close(self) -> None:
         self._closed = True
-        for connection in self._connections.values():
+        for connection in (*self._connections.values(), *self._devices):
             connection.close()
-        for device in self._devices:
-            device.close()
 
     async def _sent(self, header: TensorHeader, data: Payload, deadline_s: float, passed_over: dict[str, str]) -> str:
         """Return the scheme that carried the tensor. `passed_over` collects the better schemes, with reasons."""
