@@ -88,19 +88,19 @@ class VideoRules:
 
         Raises ValueError for a frame more than 200 times as long as wide.
         """
-        limits, cap = (self.min_pixels, self.max_pixels), self.max_pixels
+        cap = self.max_pixels
         floor, area = int(self.min_pixels * _CAP_FLOOR), self.max_video_tokens * self.side**2
         if not self.per_video:
             if self.cap_pixels_per_frame:
                 cap = max(min(cap, int(area * _CAP_SHARE) * self.temporal_patch_size // num_frames), floor)
-            return fit(width, height, self.side, (limits[0], cap))
+            return fit(width, height, self.side, (self.min_pixels, cap))
         if self.cap_pixels_per_frame:
             cap = max(min(area, self.max_pixels // num_frames), floor) * num_frames
         if min(width, height) < self.side:
             scale = max(self.side / height, self.side / width)
             width, height = int(width * scale), int(height * scale)
         even = round(num_frames / self.temporal_patch_size) * self.temporal_patch_size
-        return fit(width, height, self.side, (limits[0], cap), (num_frames, even))
+        return fit(width, height, self.side, (self.min_pixels, cap), (num_frames, even))
 
     def time_positions(self, num_pairs: int, frame_numbers: Sequence[int], num_frames: int, fps: float) -> list[int]:
         """Return the time positions of the pairs of sampled frames, counted from the video's begin."""
