@@ -83,8 +83,7 @@ class CudaPeer(LinkedPeer):
         except Exception as error:  # a bug: without an end here, the sender would wait for the answer in vain
             log.error("a connection between processes ends by a fault of this process", exc_info=True)
             self._end(error)
-        if self._packets.closed:
-            self._close_if_unused()
+        self._close_if_unused()
 
     def _open(self, hello: ArenaHello) -> tuple[int, bytes]:
         """Return another process's arena, and the nonce read from the arena. Blocks. Raises CudaError, ValueError."""
@@ -119,12 +118,11 @@ class CudaPeer(LinkedPeer):
 
     def _release(self, slot: int) -> None:
         super()._release(slot)
-        if self._packets.closed:
-            self._close_if_unused()
+        self._close_if_unused()
 
     def _close_if_unused(self) -> None:
-        """Close the arena unless buffers are in use."""
-        if self._arena is not None and not self._held:
+        """Close the arena once the connection has ended, unless buffers are in use."""
+        if self._packets.closed and self._arena is not None and not self._held:
             arena, self._arena = self._arena, None
             self._loop.run_in_executor(None, self._close_arena, arena)
 
