@@ -71,11 +71,9 @@ def show_logs(entry: LocalEntry, instance: str | None, level: str, follow: Calla
             if instance is None:
                 readers |= {path: LogReader(path) for path in folder.glob("*.log") if path not in readers}
             _print(readers, width, level)
-    except KeyboardInterrupt:
-        return 0
     except BrokenPipeError:  # the reader, such as `head`, has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except FileNotFoundError:  # the cluster has ended well, and has taken its logs along
+    except (KeyboardInterrupt, FileNotFoundError):  # the cluster may have ended well, and have taken its logs along
         pass
     return 0
 
