@@ -174,7 +174,7 @@ class LLM:
         self.decoder = DecoderEngine(self.info, self.config, "llm", lease_s=math.inf, beside_bytes=beside)
         if self.encoder is not None:
             dtype = str(self.decoder.runner.dtype).removeprefix("torch.")
-            processors.init_worker(str(self.info.folder), dtype)
+            self._preprocess = processors.Preprocessor(self.info, dtype)
         self._live: dict[str, _Live] = {}
         self._ids = itertools.count()
         self._outputs: dict[str, RequestOutput] = {}  # finished, not returned yet
@@ -456,7 +456,7 @@ class LLM:
         live = self._live[request_id]
         kind, data = live.media[input_id]
         attempt = live.attempts[input_id] = live.attempts.get(input_id, -1) + 1
-        item = live.processed[input_id] = processors.process(kind, data)
+        item = live.processed[input_id] = self._preprocess(kind, data)
         digest, shape = content_hash(kind, data), list(item.shape)
         of_item = digest, kind, shape, item.dtype, item.size_bytes, item.layout
         self.decoder.offer(Offer(request_id, input_id, attempt, *of_item, sender="", deadline_s=FAR_FUTURE_S))

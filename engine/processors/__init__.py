@@ -3,8 +3,9 @@
 Not here: damage and formats of media (engine.media), encoders (engine.encoders), torch. May import engine.media, and
 `common`.
 
-`init_worker` once per process, then `process` per item. What an item will be as encoder output (its tokens, its
-bytes) is known here, before the encoder has run: that is what an encoder offers.
+A process of the pool calls `init_worker` once, then `process` per item; `LLM` has a `Preprocessor` of its own. What an
+item will be as encoder output (its tokens, its bytes) is known here, before the encoder has run: that is what an
+encoder offers.
 """
 
 from __future__ import annotations
@@ -62,9 +63,6 @@ class AudioProcessor(Processor, Protocol):
     max_seconds: float
 
 
-_worker: tuple[ModelInfo, str, dict[str, Processor]] | None = None
-
-
 def make_processor(info: ModelInfo, path: str = "") -> Processor:
     """Return a model's processor, or the one at `path`.
 
@@ -82,32 +80,45 @@ def make_processor(info: ModelInfo, path: str = "") -> Processor:
         raise TriptychError("model_not_found", message, "model") from error
 
 
-def init_worker(model: str, dtype: str) -> None:
-    """Load a model's processors into this process; `dtype` is the encoder output's, such as "float32".
+class Preprocessor:
+    """The processors of a model; `dtype` is the encoder output's, such as "float32".
 
     Raises ValueError where the dtype is unknown, and TriptychError as `make_processor`.
     """
+
+    def __init__(self, info: ModelInfo, dtype: str) -> None:
+        if dtype not in ITEM_BYTES:
+            raise ValueError(f"dtype {dtype!r} is not one of {', '.join(ITEM_BYTES)}")
+        made = [make_processor(info), *([make_processor(info, info.family.video)] if info.family.video else [])]
+        self._info, self._dtype = info, dtype
+        self._processors = {processor.kind: processor for processor in made}
+
+    def __call__(self, kind: str, media: bytes) -> ProcessedInput:
+        """Decode and preprocess a media item.
+
+        Raises TriptychError: "bad_media" saying what is wrong with it, "invalid_request" for a kind that the model does
+        not take.
+        """
+        if kind not in self._processors:
+            message = f"{self._info.name} takes {' and '.join(self._processors)}, not {kind}"
+            raise TriptychError("invalid_request", message, "messages")
+        arrays, layout, shape = self._processors[kind](media)
+        return ProcessedInput(arrays, layout, shape, self._dtype, math.prod(shape) * ITEM_BYTES[self._dtype])
+
+
+_worker: Preprocessor | None = None
+
+
+def init_worker(model: str, dtype: str) -> None:
+    """Load a model's processors into this process of a pool, for `process`."""
     global _worker
-    if dtype not in ITEM_BYTES:
-        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(ITEM_BYTES)}")
-    info = load_model_info(model)
-    made = [make_processor(info), *([make_processor(info, info.family.video)] if info.family.video else [])]
-    _worker = info, dtype, {processor.kind: processor for processor in made}
+    _worker = Preprocessor(load_model_info(model), dtype)
     if multiprocessing.parent_process() is not None and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)  # the pool is the parallelism; the engine beside it needs the cores
 
 
 def process(kind: str, media: bytes) -> ProcessedInput:
-    """Decode and preprocess a media item.
-
-    Raises TriptychError: "bad_media" saying what is wrong with it, "invalid_request" for a kind that the model does not
-    take.
-    """
+    """Preprocess a media item as the `Preprocessor` of this process does."""
     if _worker is None:
         raise RuntimeError("process was called before init_worker")
-    info, dtype, processors = _worker
-    if kind not in processors:
-        message = f"{info.name} takes {' and '.join(processors)}, not {kind}"
-        raise TriptychError("invalid_request", message, "messages")
-    arrays, layout, shape = processors[kind](media)
-    return ProcessedInput(arrays, layout, shape, dtype, math.prod(shape) * ITEM_BYTES[dtype])
+    return _worker(kind, media)

@@ -60,6 +60,12 @@ def test_a_reset_forgets_the_keys_of_earlier_prompts_once_nothing_runs(llm: LLM)
     llm.abort(request_id)
 
 
+def test_two_models_in_one_process_prepare_media_each_in_its_own_way(llm: LLM) -> None:
+    before, other = llm.generate(with_picture(llm, (56, 56)), GREEDY)[0].outputs[0].token_ids, LLM("signpost")
+    other.generate(with_picture(other, (56, 56)), GREEDY)
+    assert llm.generate(with_picture(llm, (56, 56)), GREEDY)[0].outputs[0].token_ids == before
+
+
 def test_an_unknown_option_is_refused_with_the_closest_name() -> None:
     with pytest.raises(TriptychError, match=r"^unknown setting 'kv_cache_bytez'; did you mean 'kv_cache_bytes'\?$"):
         LLM("signpost", kv_cache_bytez=3)

@@ -127,6 +127,7 @@ def test_times_are_written_as_by_transformers(folder_of: FolderOf) -> None:
     inputs = {"video_grid_thw": grid, "video_metadata": [metadata]}
     expected = Qwen3VLProcessor.replace_video_token(own, inputs, 0)
     pieces = cut(clip.media, read_rules(llm.info), VideoLimits(), "the video")
-    layouts = [processors.process("video", piece).layout for piece in pieces]
+    prepare = processors.Preprocessor(llm.info, "float32")
+    layouts = [prepare("video", piece).layout for piece in pieces]
     ids = [token for layout in layouts for token, count in layout.expansion for _ in range(count)]
     assert llm.text.decode(ids, skip_special_tokens=False) == expected
