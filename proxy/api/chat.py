@@ -249,8 +249,8 @@ def make_prompt(text: TextProcessor, dialect: Dialect, body: ChatRequest) -> tup
     An answer that may not think, by choice or because of its form, begins behind the end of reasoning.
     Raises TriptychError("invalid_request") where the template refuses, and as `TextProcessor.encode_chat` does.
     """
-    messages = template_messages(body.messages)
-    tools, variables = body.template_tools(), body.template_variables()
+    messages, variables = template_messages(body.messages), body.template_variables()
+    tools = [one.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for one in body.usable_tools]
     if not dialect.knows_tools and (tools or any(one.tool_calls or one.role == "tool" for one in body.messages)):
         messages, tools = explained(messages, tools), []
     prompt = text.chat_text(

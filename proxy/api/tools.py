@@ -172,10 +172,6 @@ class ToolFields(BaseModel):
     def schemas(self) -> dict[str, dict[str, Any] | None]:
         return {tool.function.name: tool.function.parameters for tool in self.usable_tools}
 
-    def template_tools(self) -> list[dict[str, Any]]:
-        """Return the tools as chat templates take them; `strict` is left out."""
-        return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in self.usable_tools]
-
     def call_constraint(self) -> Constraint | None:
         """Return the grammar of calls that must come, if any."""
         if not self.forces_call:
