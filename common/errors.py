@@ -67,6 +67,11 @@ class TriptychError(Exception):
         return type(self), (self.info.code, self.info.message, self.info.param)
 
 
+def words_of(error: BaseException) -> str:
+    """Return what an exception says; its name where it says nothing, for it is true in any case."""
+    return str(error) or type(error).__name__
+
+
 def invalid(message: str, param: str | None = None) -> TriptychError:
     """Return the error of a request that is wrong in the field `param`."""
     return TriptychError("invalid_request", message, param)

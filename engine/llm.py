@@ -25,7 +25,7 @@ from PIL import Image
 from pydantic import ValidationError
 
 from common.config import EngineConfig, GenerationConfigSource, explain
-from common.errors import ErrorInfo, TriptychError, invalid
+from common.errors import ErrorInfo, TriptychError, invalid, words_of
 from common.hashing import content_hash
 from common.messages import (
     Failed,
@@ -573,7 +573,7 @@ def _media_bytes(item: Any) -> bytes:
         else:
             to_rgb(item).save(buffer, format="PNG")
     except Exception as error:  # whatever an object of another kind makes the libraries stumble over
-        kinds, why = "a media item is bytes, a path, a PIL image, or (samples, sampling rate)", str(error)
-        message = f"{kinds}; this {type(item).__name__} cannot be read: {why or type(error).__name__}"
+        kinds = "a media item is bytes, a path, a PIL image, or (samples, sampling rate)"
+        message = f"{kinds}; this {type(item).__name__} cannot be read: {words_of(error)}"
         raise TriptychError("bad_media", message) from error
     return buffer.getvalue()

@@ -18,7 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from common.errors import ErrorInfo
+from common.errors import ErrorInfo, words_of
 from common.messages import TokenLogprob
 from common.telemetry import get_logger
 from engine.device.h2d import select_rows
@@ -169,7 +169,7 @@ class Decoding:
             yield
         except Exception as error:  # whatever it is, the others have nothing to do with it
             log.exception("a request failed while its tokens were chosen", request=request.request_id)
-            message = f"the engine failed on this request: {str(error) or type(error).__name__}"
+            message = f"the engine failed on this request: {words_of(error)}"
             results.append(GenerationFailed(request, ErrorInfo("internal_error", message)))
 
     def _fork(self, parent: Sequence, index: int) -> Sequence:

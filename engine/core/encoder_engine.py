@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from common.config import EngineConfig
-from common.errors import ErrorInfo
+from common.errors import ErrorInfo, words_of
 from common.model_info import ModelInfo
 from common.telemetry import Counter, get_logger
 from engine.cache.encoder_cache import in_memory_of_its_own
@@ -195,8 +195,7 @@ class EncoderEngine:
             return [self._await(self._launch([one]))[0] for one in batch.items]
         shape = batch.items[0][1].shape
         self._log.error("encoder failed", shape=shape, exc_info=batch.error)
-        why = batch.error or type(batch.error).__name__
-        return [ErrorInfo("internal_error", f"the encoder failed on this item: {why}")]
+        return [ErrorInfo("internal_error", f"the encoder failed on this item: {words_of(batch.error)}")]
 
     def _collect(self, batch: LaunchedBatch) -> list[EncoderResult]:
         outputs = self._await(batch)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from common.errors import TriptychError
+from common.errors import TriptychError, words_of
 
 FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "AVIF", "TIFF")
 """Formats that are decoded. PIL knows dozens, some only by old code."""
@@ -49,7 +49,7 @@ def decode_image(media: bytes) -> Image.Image:
         message = f"the picture ({len(media)} bytes) is not in one of the formats {formats}, or its start is damaged"
         raise TriptychError("bad_media", message) from error
     except Exception as error:  # PIL's decoders raise whatever a damaged file makes them stumble over
-        message = f"the picture ({len(media)} bytes) cannot be decoded: {str(error) or type(error).__name__}"
+        message = f"the picture ({len(media)} bytes) cannot be decoded: {words_of(error)}"
         raise TriptychError("bad_media", message) from error
 
 

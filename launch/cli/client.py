@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from common.errors import TriptychError, invalid
+from common.errors import TriptychError, invalid, words_of
 from common.keys import bearer
 
 _HINT = ": use /v1/completions"
@@ -146,8 +146,7 @@ class ApiClient:
             response.raise_for_status()
             served = [str(entry["id"]) for entry in response.json()["data"]]
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-            why = str(error) or type(error).__name__
-            message = f"no OpenAI API at {self._options.url} ({why}); start one: triptych serve"
+            message = f"no OpenAI API at {self._options.url} ({words_of(error)}); start one: triptych serve"
             raise TriptychError("unavailable", message) from error
         self.model = self._options.model or (served[0] if served else None)
         if self.model is None:
@@ -174,7 +173,7 @@ class ApiClient:
                 raise TriptychError("unavailable", message)
             return dict(response.raise_for_status().json())
         except (httpx.HTTPError, ValueError) as error:
-            message = f"{self._options.url} does not answer: {str(error) or type(error).__name__}"
+            message = f"{self._options.url} does not answer: {words_of(error)}"
             raise TriptychError("unavailable", message) from error
 
     async def send(self, job: ClientRequest, on_text: OnText = lambda _: None) -> ClientResult:

@@ -18,7 +18,7 @@ import httpcore
 import httpx
 
 from common.config import Settings
-from common.errors import TriptychError, invalid
+from common.errors import TriptychError, invalid, words_of
 from common.http.connections import ChunkGuard
 from proxy.media.addresses import AddressResolver
 from proxy.media.fair_semaphore import FairSemaphore, Share
@@ -88,7 +88,7 @@ class Fetcher:
             except TimeoutError:
                 raise _bad(param, f"{_shown(url)} took longer than {self._timeout_s:g} s") from None
             except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, ssl.SSLError) as error:
-                raise _bad(param, f"{_shown(url)} cannot be fetched: {str(error) or type(error).__name__}") from error
+                raise _bad(param, f"{_shown(url)} cannot be fetched: {words_of(error)}") from error
         raise _bad(param, f"more than {MAX_REDIRECTS} redirects, the last to {_shown(url)}")
 
     def _parse(self, url: str, param: str) -> httpx.URL:

@@ -12,6 +12,7 @@ import torch
 from structlog.testing import capture_logs
 
 from common.config import EngineConfig
+from common.errors import ErrorInfo
 from common.messages import InputLayout
 from common.model_info import load_model_info
 from engine.core.encoder_engine import EncoderEngine, EncoderKey
@@ -139,6 +140,20 @@ def test_a_bad_item_fails_alone(folder: Path) -> None:
     assert bad.error.code == "internal_error"
     assert bad.error.message.startswith("the encoder failed on this item: ")
     assert engine.stats()["encoder_failures_total"] == 1
+
+
+def test_an_item_that_fails_without_words_is_told_by_the_name_of_the_failure(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(folder)
+
+    def fail(items: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(engine.encoder, "encode", fail)
+    engine.submit(key(0), picture())
+    [result] = engine.step()
+    assert result.error == ErrorInfo("internal_error", "the encoder failed on this item: MemoryError")
 
 
 def test_an_output_that_is_not_as_announced_is_an_error(folder: Path) -> None:
