@@ -36,7 +36,9 @@ asyncio.run(main())
 def test_a_process_stops_cleanly_by_each_but_not_by_a_closed_terminal_under_nohup(
     prefix: list[str], hears: str, number: signal.Signals
 ) -> None:
-    command = [*prefix, sys.executable, "-c", CODE]
+    heard = "import signal, os, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])"
+    own = [sys.executable, "-c", heard]  # whether or not the tests themselves run under nohup
+    command = [*own, *prefix, sys.executable, "-c", CODE]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -20,9 +20,10 @@ from common.messages import InstanceRecord
 from tests.proxy.conftest import eventually
 
 CODE = """
-import sys
+import signal, sys
 from common.config import Settings
 from proxy.app import run
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup, which a proxy respects
 code = run(Settings(model="signpost", broker=sys.argv[1], cluster=sys.argv[2], port=int(sys.argv[3])))
 loaded = {"torch", "transformers"} & set(sys.modules)
 sys.exit(f"loaded {loaded}" if loaded else code)
