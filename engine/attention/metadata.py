@@ -96,6 +96,11 @@ class AttentionMetadata:
         parts = zip(torch.split(queries, np.diff(starts).tolist()), self.requests[begin:end], strict=True)
         return torch.cat([bias.values(own, keys, request) for own, request in parts], dim=1)
 
+    def kept(self) -> AttentionMetadata:
+        """Return the same with arrays of its own: those of a step are written anew by a later one."""
+        ranges = None if self.key_ranges is None else self.key_ranges.copy()
+        return replace(self, key_ranges=ranges, host_table=self.table.copy())
+
     def decodes(self) -> AttentionMetadata:
         """The part of the requests with a single query token: tokens 0 .. num_decodes."""
         return self._part(0, self.num_decodes)

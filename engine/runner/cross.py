@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence as ListOf
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -14,13 +13,12 @@ from engine.attention.backend import AttentionBackend
 from engine.attention.metadata import AttentionMetadata
 from engine.cache.block_manager import BlockManager
 from engine.cache.encoder_cache import EncoderCacheManager
-from engine.device.h2d import send, send_tensor
+from engine.device.h2d import send_tensor
 from engine.models.base import DecoderModel
 from engine.runner.moves import slots_of
-from engine.state.cross_ranges import CrossInput, after_input, key_ranges, table_rows
-from engine.state.inputs import ScheduledStep, StepInputs
+from engine.state.cross_ranges import CrossInput, table_rows, write_ranges
+from engine.state.inputs import ScheduledStep, Staging, StepInputs
 from engine.state.request import Request
-from engine.state.spec import IntArray
 
 
 def write_cross(
@@ -49,15 +47,20 @@ class CrossBatch:
     """The cross-attention reads of a step.
 
     Their block tables, as one array, are kept while the batch stays as it is: in steady decoding nothing is prepared,
-    and nothing sent to the device. `inputs_in_prompt`: what a token reads depends on where it stands (Mllama).
-    `biased`: so does an addend or mask, which may differ by request.
+    and nothing sent to the device. The array lies in `memory`, which has room for `max_num_seqs` requests of an input
+    each; where a batch has so many inputs that this is too small (Mllama), larger memory takes its place for good.
+    `inputs_in_prompt`: what a token reads depends on where it stands (Mllama). `biased`: so does an addend or mask,
+    which may differ by request.
     """
 
-    def __init__(self, device: torch.device, *, inputs_in_prompt: bool, biased: bool) -> None:
+    def __init__(
+        self, device: torch.device, max_num_seqs: int, max_blocks: int, *, inputs_in_prompt: bool, biased: bool
+    ):
         self._device, self._biased = device, biased
         self._inputs_in_prompt = inputs_in_prompt
         self._lists: list[list[int]] = []
-        self._table: IntArray = np.zeros((0, 0), np.int64)
+        self.memory = Staging(device, max_num_seqs * max_blocks)
+        self._table = self.memory.take(0, 0)
         self._sent: Tensor | None = None
 
     def metadata(
@@ -71,11 +74,15 @@ class CrossBatch:
             return None
         self._update([blocks.get_cross_block_table(request.request_id) for request in requests])
         if on_device and self._sent is None:
-            [self._sent] = send(self._device, self._table)
+            [self._sent] = self.memory.send(self._table)
         table = self._sent if on_device else None
         ranges = after = None
         if self._inputs_in_prompt:
-            ranges, after = _cross_ranges(requests, inputs)
+            ranges, after = inputs.key_ranges, inputs.after_input
+            starts, first = inputs.query_start_loc.tolist(), inputs.num_computed_tokens.tolist()
+            for index, request in enumerate(requests):
+                own = slice(starts[index], starts[index + 1])
+                write_ranges(_cross_inputs(request), first[index], ranges[own], after[own])
         return AttentionMetadata(
             query_start_loc=inputs.query_start_loc.tolist(),
             seq_lens=seq_lens,
@@ -95,22 +102,13 @@ class CrossBatch:
         if len(lists) == len(self._lists) and all(map(operator.is_, lists, self._lists)):
             return
         self._lists, self._sent = lists, None
-        self._table = np.zeros((len(lists), max(map(len, lists))), np.int64)
-        for row, blocks in enumerate(lists):
-            self._table[row, : len(blocks)] = blocks
-
-
-def _cross_ranges(requests: ListOf[Request], inputs: StepInputs) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-    """Return, for each token, the rows to read of the request's table, and whether the token follows an input.
-
-    Returns int64 [num_tokens, 2] and bool [num_tokens].
-    """
-    ranges, after = [], []
-    for request, start, end in zip(requests, inputs.query_start_loc, inputs.query_start_loc[1:], strict=False):
-        known, positions = _cross_inputs(request), inputs.positions[start:end]
-        ranges.append(key_ranges(known, positions))
-        after.append(after_input(known, positions))
-    return np.concatenate(ranges), np.concatenate(after)
+        shape = len(lists), max(map(len, lists))
+        if math.prod(shape) > self.memory.num_values:
+            self.memory = Staging(self._device, math.prod(shape))
+        self.memory.begin()
+        self._table = self.memory.take(*shape)
+        for row, blocks in zip(self._table, lists, strict=True):
+            row[: len(blocks)], row[len(blocks) :] = blocks, 0
 
 
 def _cross_inputs(request: Request) -> list[CrossInput]:

@@ -113,7 +113,8 @@ class DecoderRunner:
         self._cross: CrossBatch | None = None
         if self.spec.has_cross_attention:
             in_prompt, biased = not info.is_encoder_decoder, "cross" in self.spec.biased
-            self._cross = CrossBatch(self.device, inputs_in_prompt=in_prompt, biased=biased)
+            room = config.max_num_seqs, self.max_cross_blocks
+            self._cross = CrossBatch(self.device, *room, inputs_in_prompt=in_prompt, biased=biased)
         self.caches: list[torch.Tensor] = []
 
     def allocate(self, memory: MemoryReport) -> None:
@@ -127,6 +128,11 @@ class DecoderRunner:
         self._host_caches: list[torch.Tensor] = []
         if self.records_graphs:
             self.record_graphs(self.make_recorder())
+
+    @property
+    def max_cross_blocks(self) -> int:
+        """Most blocks of an input, where cross-attention reads it."""
+        return -(-self.info.max_encoder_tokens // self.block_size) if self.spec.has_cross_attention else 0
 
     @property
     def block_bytes(self) -> int:
@@ -156,7 +162,7 @@ class DecoderRunner:
             self.caches,
             self.last_tokens,
             max_blocks=self.buffers.max_blocks_per_seq,
-            max_cross_blocks=-(-self.info.max_encoder_tokens // self.block_size),
+            max_cross_blocks=self.max_cross_blocks,
             inputs_in_prompt=not self.info.is_encoder_decoder,
         )
 

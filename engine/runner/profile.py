@@ -74,7 +74,7 @@ def _memory_needs(runner: DecoderRunner, config: EngineConfig) -> DecoderNeeds:
     info, spec, block_size = runner.info, runner.spec, runner.block_size
     input_rows = info.max_encoder_tokens if info.has_cross_attention else runner.max_model_len
     input_bytes = input_rows * spec.encoder_width * runner.dtype.itemsize if info.media_kind else 0
-    cross = -(-info.max_encoder_tokens // block_size) if spec.has_cross_attention else 0
+    cross = runner.max_cross_blocks
     shortest = cross if info.is_encoder_decoder and info.media_kind != "text" else min(cross, 1)
     full = -(-runner.max_model_len // block_size) + cross
     return DecoderNeeds(

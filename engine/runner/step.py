@@ -98,7 +98,9 @@ def _ranges_of_whole_inputs(step: ScheduledStep, inputs: StepInputs) -> IntArray
 
     None where no token stands for an input.
     """
-    ends, starts = inputs.positions + 1, inputs.query_start_loc.tolist()
+    ranges, starts = inputs.key_ranges, inputs.query_start_loc.tolist()
+    ranges[:, 0], ends = 0, ranges[:, 1]
+    np.add(inputs.positions, 1, out=ends)
     is_causal = True
     for index, sequence in enumerate(step.sequences):
         first, last = sequence.num_computed_tokens, sequence.num_computed_tokens + step.num_tokens[index]
@@ -107,7 +109,7 @@ def _ranges_of_whole_inputs(step: ScheduledStep, inputs: StepInputs) -> IntArray
                 begin, end = max(item.start, first), min(item.end, last)
                 ends[starts[index] + begin - first : starts[index] + end - first] = end
                 is_causal = False
-    return None if is_causal else np.stack((np.zeros_like(ends), ends), axis=1)
+    return None if is_causal else ranges
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.state.spec import IntArray
@@ -43,25 +44,26 @@ def table_rows(outputs: Sequence[torch.Tensor], inputs: Sequence[CrossInput]) ->
     return torch.cat(visible + hidden)
 
 
-def key_ranges(inputs: Sequence[CrossInput], positions: IntArray) -> IntArray:
-    """Return [n, 2]: tokens at `positions` [n] of a sequence read rows [i, 0] .. [i, 1] of the request's table.
+def write_ranges(
+    inputs: Sequence[CrossInput], first: int, key_ranges: IntArray, after_input: npt.NDArray[np.bool_]
+) -> None:
+    """Write what n tokens of a sequence read, the first of them at position `first`.
 
-    `inputs` stand in the order of the prompt. Without any, all ranges are empty.
+    Token i reads rows key_ranges[i, 0] .. [i, 1] of the request's table; after_input[i] tells whether it is a
+    placeholder or follows one. `inputs` stand in the order of the prompt. Without any, all ranges are empty.
     """
-    ranges = np.zeros((len(positions), 2), np.int64)
-    if not inputs:
-        return ranges
-    row = 0
-    rows = np.zeros((len(inputs), 2), np.int64)  # of the token at each placeholder and of the text behind it
+    row, rows = 0, dict[int, tuple[int, int]]()  # of the token at each placeholder and of the text behind it
     for group in _last_group_first(inputs):
-        first = row
+        begin = row
         for index in group:
             row += inputs[index].num_visible
-            rows[index] = first, row
-    latest = np.searchsorted([item.position for item in inputs], positions, side="right") - 1
-    ranges[:] = rows[latest]
-    ranges[latest < 0] = 0, sum(item.num_rows for item in inputs)
-    return ranges
+            rows[index] = begin, row
+    key_ranges[:] = 0, sum(item.num_rows for item in inputs)
+    after_input[:] = False
+    for index, item in enumerate(inputs):
+        behind = max(item.position - first, 0)
+        key_ranges[behind:] = rows[index]
+        after_input[behind:] = True
 
 
 def groups_of(positions: Sequence[int | None]) -> list[list[int]]:
@@ -78,8 +80,3 @@ def groups_of(positions: Sequence[int | None]) -> list[list[int]]:
 
 def _last_group_first(inputs: Sequence[CrossInput]) -> list[list[int]]:
     return groups_of([item.position for item in inputs])[::-1]
-
-
-def after_input(inputs: Sequence[CrossInput], positions: IntArray) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Return [n]: whether the tokens at `positions` are placeholders or follow a placeholder."""
-    return positions >= inputs[0].position if inputs else np.zeros(len(positions), np.bool_)

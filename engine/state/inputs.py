@@ -14,9 +14,9 @@ From them, per step, with M = max_model_len and K = max_blocks_per_seq:
     block_offsets         positions % block_size
     slot_mapping          block_numbers * block_size + block_offsets
 
-All arrays of StepInputs live in memory made at start: a step writes into it, and allocates none of them. The blocks of
-cross-attention are put into an array when the batch changes (`engine.runner.cross`); what attention backends derive
-(pages, ranges of keys) is made per step, but for recorded steps. Numbers are int64: PyTorch indexes by these.
+All arrays of StepInputs live in memory made at start: a step writes into it, and allocates none of them. So does the
+block table of cross-attention (`engine.runner.cross`). What attention backends derive from them (pages, the requests of
+tokens) is theirs: made per step, but for recorded steps. Numbers are int64: PyTorch indexes by these.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Staging:
     """
 
     def __init__(self, device: torch.device, num_values: int) -> None:
+        self.num_values = num_values
         on_cuda = device.type == "cuda"
         hosts = [torch.zeros(num_values, dtype=torch.int64, pin_memory=on_cuda) for _ in range(2 if on_cuda else 1)]
         self._hosts: list[tuple[Tensor, IntArray]] = [(host, host.numpy()) for host in hosts]
@@ -109,8 +110,9 @@ class StepInputs:
     """Arrays of a step; token-level arrays have an entry per scheduled token, in request order.
 
     All are views of memory made at start, valid until the next step is prepared. `axes` [3, num_tokens] is room for the
-    positions of M-RoPE; `num_tokens` are those of each request, in all `len(input_ids)`. `read` are the rows whose
-    hidden states have a use, in order and at least one: all, until the runner knows better.
+    positions of M-RoPE, `key_ranges` [num_tokens, 2] and `after_input` [num_tokens] for those of `AttentionMetadata`;
+    `num_tokens` are those of each request, in all `len(input_ids)`. `read` are the rows whose hidden states have a use,
+    in order and at least one: all, until the runner knows better.
     """
 
     request_indices: IntArray
@@ -127,6 +129,8 @@ class StepInputs:
     num_tokens: IntArray
     block_table: IntArray
     axes: IntArray
+    key_ranges: IntArray
+    after_input: npt.NDArray[np.bool_]
     read: IntArray
 
     @property
@@ -187,6 +191,8 @@ class InputBuffers:
         self._by_sequence = np.zeros((9, max_num_seqs), np.int64)
         self._is_behind = np.zeros((2, max_num_seqs), np.bool_)
         self._by_token = np.zeros((4, max_tokens), np.int64)
+        self._key_ranges = np.zeros((max_tokens, 2), np.int64)
+        self._after_input = np.zeros(max_tokens, np.bool_)
         self._arange = np.arange(max_tokens)
         num_sent = 8 * max_num_seqs + 1 + 7 * max_tokens + self.block_table.size
         self.staging = Staging(device, num_sent)
@@ -304,6 +310,8 @@ class InputBuffers:
             num_tokens=counts,
             block_table=block_table,
             axes=memory.take(3, total),
+            key_ranges=self._key_ranges[:total],
+            after_input=self._after_input[:total],
             read=self._arange[:total],
         )
 

@@ -61,7 +61,8 @@ class Pages:
 
 
 class PagedBatch:
-    """One phase of a step: all decodes or all prefills. Derived tensors are made on first use.
+    """One phase of a step: all decodes or all prefills. Derived tensors are made on first use. One of cross-attention
+    may serve later steps, too.
 
     Its tokens are `start` .. `end` of the step's. `mask`, of `masked` ones: bool, flat, with [queries, keys] of request
     after request, on the device.
@@ -74,7 +75,7 @@ class PagedBatch:
     ) -> None:
         self.phase: Phase = phase
         self.start, self.end = start, start + metadata.query_start_loc[-1]
-        self.metadata = metadata
+        self.metadata = metadata if metadata.causal else metadata.kept()
         self.num_keys = np.asarray(metadata.seq_lens, np.int64) if metadata.causal else common_keys(metadata)
         self._block_size, self._device = block_size, device
         self._other_plan: Any = None

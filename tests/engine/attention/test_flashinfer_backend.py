@@ -233,6 +233,14 @@ def test_the_plan_of_cross_attention_is_kept_while_the_batch_is() -> None:
     assert plans_of(lambda: step(fewer)) == 1  # the prefill is still the same
     moved = replace(fewer, block_table=fewer.block_table.flip(0))
     assert plans_of(lambda: step(moved)) == 2
+    rewritten = replace(fewer, host_table=fewer.table.copy())
+    assert plans_of(lambda: step(rewritten)) == 2
+    rewritten.table[:] = moved.table  # the memory of a step has the next batch
+    assert plans_of(lambda: step(rewritten)) == 2
+    ranges = np.array([(0, 8), (0, 0), *[(0, 7)] * 3])
+    assert plans_of(lambda: step(replace(rewritten, key_ranges=ranges))) == 2
+    ranges[0, 1] = 5
+    assert plans_of(lambda: step(replace(rewritten, key_ranges=ranges))) == 1
 
 
 def written(shape: Shape, seed: int) -> Paged:
@@ -342,7 +350,10 @@ def test_a_plan_at_fixed_addresses_is_kept_for_the_same_cross_batch() -> None:
     reused = cross_plans_reused.value
     assert plans_of(lambda: plan.update(paged.metadata())) == 0
     assert cross_plans_reused.value == reused + 1
-    assert plans_of(lambda: plan.update(replace(paged.metadata(), seq_lens=[8, 0]))) == 1
+    fewer = replace(paged.metadata(), seq_lens=[8, 0], host_table=paged.metadata().table.copy())
+    assert plans_of(lambda: plan.update(fewer)) == 1
+    fewer.table[:] = fewer.table[:, ::-1].copy()  # the memory of a step has the next batch
+    assert plans_of(lambda: plan.update(fewer)) == 1
 
 
 def test_heads_that_are_not_served_have_pytorchs_plan_at_fixed_addresses() -> None:

@@ -25,7 +25,7 @@ from engine.attention.torch_backend import TorchBackend
 from engine.models.base import DecoderModel
 from engine.models.registry import load_encoder
 from engine.processors import ProcessedInput
-from engine.state.cross_ranges import CrossInput, after_input, key_ranges, table_rows
+from engine.state.cross_ranges import CrossInput, table_rows, write_ranges
 from tests.engine.models.dense import decoder_of
 from tests.media_files import encoded, noise
 from tests.tiny.mllama import IMAGE_TOKEN, ROWS_PER_TILE, TILE_SIZE, make_mllama
@@ -181,8 +181,9 @@ def step_logits(
     blocks = iter(range(1, 200))
     lengths = [len(prompt) for prompt, _ in requests]
     starts = np.concatenate(([0], np.cumsum(lengths))).tolist()
-    tables, cross_tables, cross_lens, ranges, behind = [], [], [], [], []
-    for prompt, pictures in requests:
+    tables, cross_tables, cross_lens = [], [], []
+    ranges, behind = np.zeros((starts[-1], 2), np.int64), np.zeros(starts[-1], np.bool_)
+    for (prompt, pictures), start in zip(requests, starts, strict=False):
         places = [index for index, token in enumerate(prompt) if token == IMAGE_TOKEN]
         inputs = [
             CrossInput(place, items[index].shape[0], items[index].layout.num_visible_tokens or 0)
@@ -191,8 +192,8 @@ def step_logits(
         tables.append([next(blocks) for _ in range(-(-len(prompt) // BLOCK_SIZE))])
         cross_lens.append(sum(item.num_rows for item in inputs))
         cross_tables.append([next(blocks) for _ in range(-(-cross_lens[-1] // BLOCK_SIZE))])
-        ranges.append(key_ranges(inputs, np.arange(len(prompt))))
-        behind.append(after_input(inputs, np.arange(len(prompt))))
+        tokens = slice(start, start + len(prompt))
+        write_ranges(inputs, 0, ranges[tokens], behind[tokens])
         if inputs:
             rows = table_rows([outputs[index] for index in pictures], inputs).to(dtype)
             for layer in range(spec.num_cross_layers):
@@ -212,8 +213,8 @@ def step_logits(
         slot_mapping=None,
         causal=False,
         num_decodes=0,
-        key_ranges=np.concatenate(ranges),
-        after_input=np.concatenate(behind),
+        key_ranges=ranges,
+        after_input=behind,
     )
     context = PagedAttentionContext.of_step(backend, caches, own, cross if any(cross_lens) else None)
     ids = torch.tensor([token for prompt, _ in requests for token in prompt])

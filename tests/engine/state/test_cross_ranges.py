@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -12,7 +14,7 @@ from transformers.models.mllama.processing_mllama import (
     get_cross_attention_token_mask,
 )
 
-from engine.state.cross_ranges import CrossInput, after_input, key_ranges, table_rows
+from engine.state.cross_ranges import CrossInput, table_rows, write_ranges
 
 MAX_TILES, ROWS_PER_TILE = 4, 3
 IMAGE = 9
@@ -32,12 +34,18 @@ def tables_of(inputs: list[CrossInput]) -> npt.NDArray[np.int64]:
     return rows
 
 
+def ranges_of(inputs: list[CrossInput], positions: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Of tokens in a row; the memory has what others left there."""
+    ranges, after = np.full((len(positions), 2), 77), np.ones(len(positions), np.bool_)
+    write_ranges(inputs, positions[0], ranges, after)
+    return ranges, after
+
+
 @given(prompts, st.lists(st.integers(1, MAX_TILES), min_size=24, max_size=24), st.integers(0, 5))
 def test_ranges_are_the_mask_of_transformers(prompt: list[int], tiles: list[int], generated: int) -> None:
     inputs = inputs_of(prompt, tiles)
     positions = np.arange(len(prompt) + generated)
-    ranges = key_ranges(inputs, positions)
-    assert ranges.shape == (len(positions), 2)
+    ranges, after = ranges_of(inputs, positions)
     if not inputs:
         assert (ranges[:, 0] == ranges[:, 1]).all()
         return
@@ -46,8 +54,8 @@ def test_ranges_are_the_mask_of_transformers(prompt: list[int], tiles: list[int]
     [tile_mask] = convert_sparse_cross_attention_mask_to_dense([sparse], num_tiles, MAX_TILES, len(prompt))
     mask = tile_mask.repeat(ROWS_PER_TILE, axis=-1).reshape(len(prompt), -1).astype(bool)
     sees_any = mask.any(axis=-1)
-    assert np.array_equal(after_input(inputs, positions)[: len(prompt)], sees_any)
-    assert after_input(inputs, positions)[len(prompt) :].all()
+    assert np.array_equal(after[: len(prompt)], sees_any)
+    assert after[len(prompt) :].all()
     mask[~sees_any] = True  # where nothing is to be seen transformers lifts the mask
     table = tables_of(inputs)
     for position, (start, end) in enumerate(ranges):
@@ -59,17 +67,21 @@ def test_ranges_are_the_mask_of_transformers(prompt: list[int], tiles: list[int]
 def test_the_drawing() -> None:
     inputs = [CrossInput(2, 10, 4), CrossInput(5, 10, 6), CrossInput(6, 10, 1)]
     expected = [(0, 30)] * 2 + [(7, 11)] * 3 + [(0, 6)] + [(0, 7)] * 3
-    assert key_ranges(inputs, np.arange(9)).tolist() == [list(pair) for pair in expected]
-    assert after_input(inputs, np.arange(9)).tolist() == [False] * 2 + [True] * 7
+    ranges, after = ranges_of(inputs, np.arange(9))
+    assert ranges.tolist() == [list(pair) for pair in expected]
+    assert after.tolist() == [False] * 2 + [True] * 7
 
 
 def test_any_tokens_of_a_sequence_can_be_asked_for() -> None:
     inputs = [CrossInput(2, 10, 4), CrossInput(5, 10, 6)]
-    every = key_ranges(inputs, np.arange(40))
+    every, behind = ranges_of(inputs, np.arange(40))
     for positions in (np.arange(1, 4), np.array([39]), np.arange(5, 6)):
-        assert np.array_equal(key_ranges(inputs, positions), every[positions])
+        ranges, after = ranges_of(inputs, positions)
+        assert np.array_equal(ranges, every[positions])
+        assert np.array_equal(after, behind[positions])
 
 
 def test_a_text_reads_nothing() -> None:
-    assert key_ranges([], np.arange(3)).tolist() == [[0, 0]] * 3
-    assert not after_input([], np.arange(3)).any()
+    ranges, after = ranges_of([], np.arange(3))
+    assert ranges.tolist() == [[0, 0]] * 3
+    assert not after.any()

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from common.model_info import ModelInfo
 from engine.attention.visible import causal_keys
+from engine.cache.block_manager import BlockManager
+from engine.runner.cross import CrossBatch
 from engine.runner.step import positions_of
 from engine.state.inputs import InputBuffers, ScheduledStep, StepInputs
 from engine.state.request import Sequence
@@ -225,11 +227,68 @@ def test_positions_with_three_axes_allocate_no_array() -> None:
     assert (positions_of(step, inputs, uses_mrope=True) == expected).all()
 
 
-@pytest.mark.parametrize("family", ["tiny_llama", "tiny_vision"])
+def test_blocks_of_encoder_inputs_are_put_into_memory_made_at_start() -> None:
+    """Of 64 requests with 512 blocks each, then of half of them, and of more blocks than one input has."""
+    tables = {str(number): [7 + number] * (512 - number) for number in range(64)}
+    blocks = cast(BlockManager, SimpleNamespace(get_cross_block_table=tables.get))
+    batch, buffers = (
+        CrossBatch(CPU, 64, 512, inputs_in_prompt=False, biased=False),
+        make_buffers(64, 8, 2, max_tokens=64),
+    )
+    slots = [acquire_slot(buffers) for _ in tables]
+    buffers.update_all(slots, [[7]] * 64, [[1]] * 64, [0] * 64)
+
+    def table_of(names: list[str]) -> Any:
+        requests = [SimpleNamespace(request_id=name, num_encoder_tokens=2 * len(tables[name])) for name in names]
+        sequences = [SimpleNamespace(request=request) for request in requests]
+        step = ScheduledStep(cast(list[Sequence], sequences), [1] * len(names), [])
+        inputs = buffers.prepare(slots[: len(names)], step.num_tokens)
+        metadata = batch.metadata(step, inputs, blocks, on_device=True)
+        assert metadata is not None
+        return metadata.block_table
+
+    room = places([batch.memory.send(batch.memory.take(64, 512))[0].numpy()])[0]
+    tracemalloc.start()
+    try:
+        for names in ([*tables], [*tables][::-2]):
+            assert most_bytes(lambda names=names: table_of(names)) < 2**16, "a quarter of the table"
+            table = table_of(names)
+            assert table.tolist() == [tables[name] + [0] * (table.shape[1] - len(tables[name])) for name in names]
+            first, last = places([table.numpy()])[0]
+            assert room[0] <= first <= last <= room[1]
+    finally:
+        tracemalloc.stop()
+    tables["long"] = [9] * 512 * 65
+    assert table_of(["long"]).tolist() == [tables["long"]]
+    grown = batch.memory
+    assert table_of(["0"]).tolist() == [tables["0"]]
+    assert table_of(["long"]).tolist() == [tables["long"]]
+    assert batch.memory is grown, "once"
+
+
+@pytest.mark.parametrize("family", ["tiny_llama", "tiny_vision", "tiny_bart", "tiny_mllama"])
 def test_tensors_of_every_step_lie_in_the_buffers_made_at_start(request: pytest.FixtureRequest, family: str) -> None:
     info: ModelInfo = request.getfixturevalue(family)
     engine = make_engine(info, max_num_batched_tokens=16)
     runner, seen = engine.runner, set[int]()
+    media = [[(name, 6)] if info.has_cross_attention else [] for name in ("one", "other", "one")]
+    shown = [] if info.is_encoder_decoder or not info.has_cross_attention else [info.placeholder_token_id or 0]
+    cross, reads = runner._cross, set[int]()
+    if cross is not None:
+        room, read = places([cross.memory._target.numpy()])[0], cross.metadata
+        made = places([runner.buffers._key_ranges, runner.buffers._after_input])
+
+        def watched_cross(*args: Any, **options: Any) -> Any:
+            metadata = read(*args, **options)
+            if metadata is not None:
+                arrays = metadata.key_ranges, metadata.after_input
+                inside = [(metadata.table, room), (metadata.block_table.numpy(), room), *zip(arrays, made, strict=True)]
+                for array, (first, last) in inside if shown else inside[:2]:
+                    assert first <= array.ctypes.data <= array.ctypes.data + array.nbytes <= last
+                reads.add(metadata.num_requests)
+            return metadata
+
+        cross.metadata = watched_cross  # type: ignore[method-assign]
     embed, forward, start = runner.model.embed, runner.model.forward, runner.buffers.staging._target
 
     def watched(embeddings: Any, positions: Any, attention: Any) -> Any:
@@ -245,9 +304,10 @@ def test_tensors_of_every_step_lie_in_the_buffers_made_at_start(request: pytest.
     runner.model.forward, runner.model.embed = watched, watched_embed  # type: ignore[method-assign]
     driver = Driver(engine)
     for number in range(3):
-        driver.add(Job(str(number), text_tokens(number, 9 + 5 * number), greedy(4)))
+        driver.add(Job(str(number), [*shown, *text_tokens(number, 9 + 5 * number)], greedy(4), media[number]))
     driver.finish()
     assert {16, 3} <= seen, "prompts in parts, and decodes"
+    assert cross is None or 3 in reads
 
 
 def test_a_slot_that_is_used_again_remembers_nothing(buffers: InputBuffers) -> None:
