@@ -5,6 +5,7 @@ Weights are random. They and the answers are made once, under `.cache/real-sizes
 
 from __future__ import annotations
 
+import base64
 import gc
 import hashlib
 import os
@@ -12,13 +13,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import AutoConfig, GenerationConfig, GenerationMixin
 
+from common.sampling_params import Grammar
 from tests.equality.cases import Case
 from tests.gpu.test_engine import MARGIN_FACTOR, check_strayed
 
@@ -30,6 +32,8 @@ _ANSWERS: Final = "answers.pt"
 _DRAWN: Final = "weights.stamp"
 _SUPPRESSED: Final = ("suppress_tokens", "begin_suppress_tokens")
 """Rules of a request for its tokens, which Whisper's have."""
+Ask: TypeAlias = Callable[[Sequence[Case]], Sequence[Sequence[int]]]
+"""Answers requests that come at once, each with MAX_TOKENS tokens."""
 
 
 @dataclass(frozen=True)
@@ -42,32 +46,27 @@ class Known:
     scores: list[torch.Tensor]
     rounding: npt.NDArray[np.float64]
 
-    def check_tokens(self, answers: Sequence[Sequence[int]]) -> None:
-        """Up to the first token that float32 prefers by no more than errors of rounding: there another is as good."""
-        for case, scores, answer in zip(self.cases, self.scores, answers, strict=True):
-            print(f"{self._agreed(case.expected, scores, answer)} of {len(case.expected)} tokens before any as good")
-
-    def check_all_tokens(self, ask: Callable[[Case, int], Sequence[int]]) -> None:
-        """Every token: behind one that is as good `ask`, given a case and a number of tokens, goes on."""
-        for case, scores in zip(self.cases, self.scores, strict=True):
-            given = ties = 0
-            while given < len(case.expected):
-                rest = case.expected[given:]
-                asked = replace(case, prompt=[*case.prompt, *case.expected[:given]])
-                same = self._agreed(rest, scores[given:], ask(asked, len(rest)))
-                ties += same < len(rest)
-                given += same + 1
+    def check_all_tokens(self, ask: Ask) -> None:
+        """Every token, of all requests at once. Behind another one that is as good, a request is asked again alone,
+        and its answer goes on from float32's token."""
+        for case, scores, answer in zip(self.cases, self.scores, ask(self.cases), strict=True):
+            others = [self._first_other(case.expected, scores, answer)]
+            while (given := others[-1] + 1) < len(case.expected):
+                [answer] = ask([begun(case, case.expected[:given])])
+                assert list(answer[:given]) == case.expected[:given], "begins otherwise than it was told"
+                others.append(self._first_other(case.expected, scores, answer))
+            ties = sum(other < len(case.expected) for other in others)
             print(f"{len(case.expected)} tokens, {ties} others as good")
 
-    def _agreed(self, expected: Sequence[int], scores: torch.Tensor, answer: Sequence[int]) -> int:
-        """Return how many tokens are float32's before one that is as good."""
+    def _first_other(self, expected: Sequence[int], scores: torch.Tensor, answer: Sequence[int]) -> int:
+        """Return the place of the first token that is not float32's but as good, the number of all without any."""
         pairs = list(zip(expected, answer, strict=False))
         first = next((number for number, (one, other) in enumerate(pairs) if one != other), len(expected))
         if first == len(expected):
             assert len(answer) == first
             return first
         preference = scores[first, expected[first]] - scores[first, answer[first]]
-        assert preference <= MARGIN_FACTOR * self.rounding.max(), f"token {first} of {len(pairs)}"
+        assert preference <= MARGIN_FACTOR * self.rounding.max(), f"token {first} of {len(expected)}"
         return first
 
     def check_logprobs(self, got: npt.NDArray[np.float64]) -> None:
@@ -75,6 +74,22 @@ class Known:
         tokens = [torch.tensor(case.expected) for case in self.cases]
         sure = [scores.gather(1, ids[:, None])[:, 0] for scores, ids in zip(self.scores, tokens, strict=True)]
         check_strayed(np.abs(got - torch.cat(sure).double().numpy()), self.rounding)
+
+
+def begun(case: Case, token_ids: Sequence[int]) -> Case:
+    """The same request, whose answer has to begin with these tokens: a grammar says so, for `LLM` and over HTTP.
+
+    A prompt that ends with them would be another request: rules for a first token would hold behind them. And texts in
+    a conversation need not become the same tokens again. A clip is sent in a conversation, which takes a grammar.
+    """
+    grammar = f"start: {' '.join(f'<[{token}]>' for token in token_ids)} <[*]>*"
+    http = dict(case.http)
+    if "file" in http:
+        clip = {"data": base64.b64encode(case.media[0]).decode(), "format": "wav"}
+        messages = [{"role": "user", "content": [{"type": "input_audio", "input_audio": clip}]}]
+        http = {"messages": messages, "extra_body": {"language": http["language"]}}
+    http["extra_body"] = {**http.get("extra_body", {}), "structured_outputs": {"grammar": grammar}}
+    return replace(case, rules={**case.rules, "grammar": Grammar("grammar", grammar)}, http=http)
 
 
 def model_folder(name: str, temporary: Path) -> Path:

@@ -6,6 +6,7 @@ On a CPU the models are toys, unless REAL_SIZES is set: two cores then take two 
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
@@ -42,9 +43,9 @@ from tests.equality.served import Answer, Served, serve
 from tests.gpu.test_engine import logprobs
 from tests.media_files import encoded
 from tests.proxy.sample_media import data_url
-from tests.sizes.known import DEVICE, MAX_TOKENS, TOY, Known, draw_weights, known, model_folder, release
+from tests.sizes.known import DEVICE, MAX_TOKENS, TOY, Ask, Known, begun, draw_weights, known, model_folder, release
 from tests.tools.gpu_check.whisper_shape import whisper_large_v3
-from tools.gpu_check.shapes import qwen2_5_vl_3b
+from tools.gpu_check.shapes import filled, qwen2_5_vl_3b
 from tools.soak.asks import WITHOUT_RULES
 
 FULL_HD, FOUR_K = ((84, 56), (140, 84)) if TOY else ((1920, 1080), (3840, 2160))
@@ -90,8 +91,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Known:
 def test_a_vision_language_model_answers_as_transformers(qwen: Known) -> None:
     llm = LLM(qwen.folder, max_model_len=MODEL_LEN, **ENGINE)
     with as_planned(llm):  # before anything is in a cache
-        qwen.check_all_tokens(lambda case, count: answer_all(llm, [case], count, timeout_s=TIMEOUT_S)[0])
-        qwen.check_tokens(answer_all(llm, qwen.cases, MAX_TOKENS, timeout_s=TIMEOUT_S))
+        check_tokens(qwen, lambda cases: answer_all(llm, cases, MAX_TOKENS, timeout_s=TIMEOUT_S))
     if TOY or DEVICE != "cpu":  # as long again
         qwen.check_logprobs(logprobs(llm, qwen.cases))
 
@@ -100,16 +100,15 @@ async def test_its_cluster_answers_as_transformers(qwen: Known, broker_url: str)
     release()  # what the last test had
     options = {**ENGINE, "max_model_len": MODEL_LEN, "timeout_s": TIMEOUT_S}
     with serve(qwen.folder, broker_url, "real-sizes", topology="1e1pd", **options) as served:
-        answers = await served.answer_all(qwen.cases, MAX_TOKENS)
+        answers = await check_served(qwen, served)
         await print_stages(served, answers)
         check_memory(served)
-        qwen.check_tokens([answer.token_ids or [] for answer in answers])
         await served.wait_until_nothing_is_held()
 
 
 @pytest.fixture(scope="module")
 def whisper(tmp_path_factory: pytest.TempPathFactory) -> Known:
-    """Clips of 30 s, with the tokenizer of the tiny model."""
+    """Clips of 30 s, with the tokenizer of the tiny model and made-up words."""
     small = tiny_models.make_whisper(tmp_path_factory.mktemp("whisper"))
     folder = model_folder("whisper-large-v3", tmp_path_factory.mktemp("large"))
     ignore = shutil.ignore_patterns("*.safetensors")
@@ -120,6 +119,8 @@ def whisper(tmp_path_factory: pytest.TempPathFactory) -> Known:
     sizes["vocab_size"] = max(config["vocab_size"], shape.config["vocab_size"])
     (folder / "config.json").write_text(json.dumps(config | sizes))
     (folder / "preprocessor_config.json").write_text(json.dumps(shape.preprocessor))
+    tokenizer = json.loads((small / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(filled(tokenizer, sizes["vocab_size"])))
     draw_weights(folder, AutoModelForSpeechSeq2Seq)
     info = load_model_info(str(folder))
     prompt, rules = whisper_prompt.build(info, TextProcessor(info), language="en")
@@ -140,7 +141,7 @@ def whisper(tmp_path_factory: pytest.TempPathFactory) -> Known:
 def test_a_speech_model_answers_as_transformers(whisper: Known) -> None:
     llm = LLM(whisper.folder, **ENGINE)
     with as_planned(llm):
-        whisper.check_tokens(answer_all(llm, whisper.cases, MAX_TOKENS, timeout_s=TIMEOUT_S))
+        check_tokens(whisper, lambda cases: answer_all(llm, cases, MAX_TOKENS, timeout_s=TIMEOUT_S))
     whisper.check_logprobs(logprobs(llm, whisper.cases))
 
 
@@ -154,8 +155,7 @@ async def test_its_cluster_transcribes_a_long_recording(whisper: Known, broker_u
     options = {**ENGINE, "timeout_s": TIMEOUT_S}
     limit = {} if DEVICE == "cuda" else {"max_completion_tokens": MAX_TOKENS, **WITHOUT_RULES}
     with serve(whisper.folder, broker_url, "long-recording", topology="1e1pd", **options) as served:
-        answers = await served.answer_all(whisper.cases, MAX_TOKENS)
-        whisper.check_tokens([answer.token_ids or [] for answer in answers])
+        answers = await check_served(whisper, served)
         async with served.client() as client:
             texts, readings = [], []
             for _ in range(2):
@@ -173,6 +173,27 @@ async def test_its_cluster_transcribes_a_long_recording(whisper: Known, broker_u
         await print_stages(served, answers)
         check_memory(served)
         await served.wait_until_nothing_is_held()
+
+
+def check_tokens(known: Known, ask: Ask) -> None:
+    """Against transformers; and an answer begins as it is told: a toy may have no tie that asks for that."""
+    known.check_all_tokens(ask)
+    beginning = [40, known.scores[-1].shape[-1] - 1]  # not transformers'
+    [answer] = ask([begun(known.cases[-1], beginning)])
+    assert answer[: len(beginning)] == beginning
+    assert len(answer) == MAX_TOKENS
+
+
+async def check_served(known: Known, served: Served) -> list[Answer]:
+    """Return all answers, the first to requests at once."""
+    answers: list[Answer] = []
+
+    def ask(cases: Sequence[Case]) -> list[list[int]]:
+        answers.extend(told := asyncio.run(served.answer_all(cases, MAX_TOKENS)))
+        return [answer.token_ids or [] for answer in told]
+
+    await asyncio.to_thread(check_tokens, known, ask)
+    return answers
 
 
 def windows_asked(served: Served) -> float:

@@ -39,7 +39,8 @@ class Shape:
             _write_json(folder / "preprocessor_config.json", self.preprocessor)
         for name in _TOKENIZER_FILES:
             shutil.copy(_BUNDLED / name, folder / name)
-        _write_json(folder / "tokenizer.json", _tokenizer(_vocab_size(self.config)))
+        bundled = json.loads((_BUNDLED / "tokenizer.json").read_text())
+        _write_json(folder / "tokenizer.json", filled(bundled, _vocab_size(self.config)))
         return folder
 
 
@@ -102,8 +103,8 @@ def _vocab_size(config: dict[str, Any]) -> int:
     return int((config.get("text_config") or config)["vocab_size"])
 
 
-def _tokenizer(vocab_size: int) -> dict[str, Any]:
-    tokenizer: dict[str, Any] = json.loads((_BUNDLED / "tokenizer.json").read_text())
+def filled(tokenizer: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+    """Return a tokenizer with made-up words up to the size of the vocabulary."""
     vocab = tokenizer["model"]["vocab"]
     # Those that are not in the vocabulary would be numbered anew, behind it.
     vocab |= {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
