@@ -176,7 +176,7 @@ class JobRunner:
         if self._encode.pending and self._prefill.worker is None:
             self._encode.read(worker)  # tokens need all inputs, whatever encoders still report
         try:
-            news = self._progress.accept(message)
+            news = self._progress.accept(message, self._job.enough)
         except TriptychError as error:
             if not error.info.retryable:
                 raise

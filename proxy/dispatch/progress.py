@@ -73,10 +73,11 @@ class Progress:
         messages, self._withheld, self._prompt_logprobs = self._withheld, None, logprobs
         return [news for message in messages if (news := self.accept(message)) is not None]
 
-    def accept(self, message: Tokens) -> Tokens | None:
+    def accept(self, message: Tokens, enough: Set[int] = frozenset()) -> Tokens | None:
         """Return the news in a message; None for an old or withheld message.
 
-        Raises TriptychError: "unavailable" for missing tokens, "internal_error" for an unknown sequence.
+        Raises TriptychError: "unavailable" for missing tokens, or for the missing end of a sequence outside of
+        `enough`; "internal_error" for an unknown sequence.
         """
         if self._withheld is not None:
             self._withheld.append(message)
@@ -92,6 +93,9 @@ class Progress:
         if message.offset > have:
             text = f"tokens {have} to {message.offset} of sequence {message.index} were lost on the way"
             raise TriptychError("unavailable", text)
+        missing = self.rest(enough | {message.index}) if message.done else []
+        if missing and not (self._sampling.uses_beams and missing[0] > message.index):  # beams may be fewer than `n`
+            raise TriptychError("unavailable", f"the end of sequence {missing[0]} was lost on the way")
         fresh = message.token_ids[have - message.offset :]
         ends = message.finish_reason is not None and not sequence.finished
         sequence.token_ids += fresh

@@ -374,6 +374,26 @@ async def test_tokens_that_a_broken_connection_lost_are_generated_again() -> Non
     assert [tokens.token_ids for tokens in world.got] == [[1], [2, 3]]
 
 
+async def test_a_sequence_whose_end_was_lost_goes_on_though_the_others_have_ended() -> None:
+    world = World(["prefill_decode"], num_inputs=0, prompt_logprobs=False)
+    world.runner._progress = progress.Progress(SamplingParams(max_tokens=3, n=2))
+    await _settle(world)
+    decoder = world.sims[0]
+    decoder.say(Tokens("r", 0, [1], attempt=1))
+    decoder.say(Tokens("r", 0, [7], "stop", index=1, done=True, attempt=1))  # the end of sequence 0 was lost before it
+    await _settle(world)
+    assert decoder.job is not None
+    assert (decoder.job.attempt, decoder.job.resumed) == (2, [Resumed(0, [1]), Resumed(1, [])])
+    decoder.say(Tokens("r", 1, [2], "stop", attempt=2))
+    decoder.say(Tokens("r", 0, [8], "stop", index=1, done=True, attempt=2))
+    await world.task
+    assert [(tokens.index, tokens.token_ids, tokens.finish_reason) for tokens in world.got] == [
+        (0, [1], None),
+        (0, [2], "stop"),
+        (1, [8], "stop"),
+    ]
+
+
 async def test_an_answer_that_had_come_whole_is_told_however_many_decoders_were_lost() -> None:
     world = World(["prefill_decode"] * (job_runner.MAX_MOVES + 1), num_inputs=0, prompt_logprobs=False)
     await _settle(world)

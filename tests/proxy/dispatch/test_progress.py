@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import TriptychError
-from common.messages import TokenLogprob, Tokens
+from common.messages import Resumed, TokenLogprob, Tokens
 from common.sampling_params import SamplingParams
 from proxy.dispatch.progress import Progress
 
@@ -62,6 +65,23 @@ def test_losses_at_any_moment_neither_repeat_nor_skip(
     assert sorted(ends) == sorted(told)
 
 
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), min_size=1, max_size=3), st.sets(st.integers(0, 9))
+)
+def test_whatever_is_lost_an_answer_that_ends_is_whole(sequences: list[list[int]], lost: set[int]) -> None:
+    messages = _messages(sequences, dict.fromkeys(range(len(sequences)), 0))
+    messages[-1] = msgspec.structs.replace(messages[-1], done=True)
+    progress = Progress(SamplingParams(n=len(sequences)))
+    told: dict[int, list[int]] = {index: [] for index in range(len(sequences))}
+    with contextlib.suppress(TriptychError):
+        for message in (message for place, message in enumerate(messages) if place not in lost):
+            news = progress.accept(message)
+            assert news is not None
+            told[news.index] += news.token_ids
+    assert progress.done == lost.isdisjoint(range(len(messages)))
+    assert not progress.done or told == dict(enumerate(sequences))
+
+
 def test_a_gap_and_a_sequence_that_nobody_wanted_are_errors() -> None:
     progress = Progress(SamplingParams(n=2))
     progress.accept(Tokens("r", 0, [1], index=1))
@@ -69,6 +89,29 @@ def test_a_gap_and_a_sequence_that_nobody_wanted_are_errors() -> None:
         progress.accept(Tokens("r", 2, [3], index=1))
     with pytest.raises(TriptychError, match="sequence 2 came, 2 were asked for"):
         progress.accept(Tokens("r", 0, [3], index=2))
+
+
+def test_the_last_message_of_all_does_not_end_a_sequence_whose_end_was_lost() -> None:
+    progress = Progress(SamplingParams(n=3))
+    progress.accept(Tokens("r", 0, [1], index=0))
+    progress.accept(Tokens("r", 0, [2], "stop", index=1))
+    last = Tokens("r", 0, [3], "stop", index=2, done=True)
+    with pytest.raises(TriptychError, match="the end of sequence 0 was lost on the way") as caught:
+        progress.accept(last)
+    assert caught.value.info.retryable
+    assert not progress.done
+    assert progress.start(set(), prefilled=False) == [Resumed(0, [1]), Resumed(2, [])]
+    assert progress.accept(last, {0}) == last, "nobody waits for the others"
+    assert progress.done
+
+
+def test_a_beam_search_may_find_fewer_than_were_asked_for_but_none_before_the_last_is_missing() -> None:
+    beams = [Tokens("r", 0, [index], "stop", index=index, done=index == 1, score=-1.0) for index in range(2)]
+    whole, cut = (Progress(SamplingParams(n=3, beam_width=3)) for _ in range(2))
+    assert [whole.accept(beam) for beam in beams] == beams
+    assert whole.done
+    with pytest.raises(TriptychError, match="the end of sequence 0 was lost on the way"):
+        cut.accept(beams[1])
 
 
 def test_prompt_log_probabilities_are_told_once() -> None:
