@@ -209,8 +209,12 @@ class JobRunner:
         if message.error is not None:
             self._on_prefill_lost(message.error, "prefill_error")
             return
-        self._prefill.finish()
-        self._news += self._progress.prefilled(message.prompt_logprobs)
+        decoder = self._decoder
+        assert decoder is not None
+        for withheld in self._progress.prefilled(message.prompt_logprobs):
+            self._on_tokens(decoder, withheld)  # before `finish`: inputs that the decoder needs since are not read yet
+        if self._prefill.runs_on(worker, message.attempt):  # the job has not moved
+            self._prefill.finish()
 
     def _on_failed(self, worker: Worker, message: Failed) -> None:
         error = message.error

@@ -67,11 +67,11 @@ class Progress:
         return [Resumed(index, list(self._sequences[index].token_ids)) for index in self.rest(enough)]
 
     def prefilled(self, logprobs: list[TokenLogprob | None]) -> list[Tokens]:
-        """Return the news in withheld messages, with the log-probabilities of the computed prompt."""
+        """Return the withheld messages, to be accepted now, with the log-probabilities of the computed prompt."""
         if self._withheld is None:
             return []
         messages, self._withheld, self._prompt_logprobs = self._withheld, None, logprobs
-        return [news for message in messages if (news := self.accept(message)) is not None]
+        return messages
 
     def accept(self, message: Tokens, enough: Set[int] = frozenset()) -> Tokens | None:
         """Return the news in a message; None for an old or withheld message.

@@ -394,6 +394,40 @@ async def test_a_sequence_whose_end_was_lost_goes_on_though_the_others_have_ende
     ]
 
 
+async def test_lost_tokens_are_generated_again_though_all_wait_for_log_probabilities_of_the_prompt() -> None:
+    """They come from the prefill worker, after the tokens."""
+    world = World(["prefill", "decode"], num_inputs=0, prompt_logprobs=True)
+    await _settle(world)
+    prefiller, decoder = world.sims
+    decoder.say(Tokens("r", 0, [1], attempt=1))
+    decoder.say(Tokens("r", 2, [3], "length", done=True, attempt=1))
+    await _settle(world)
+    assert world.got == []
+    prefiller.prefilled()
+    await _settle(world)
+    assert decoder.job is not None
+    assert (decoder.job.attempt, decoder.job.resumed) == (2, [Resumed(0, [1])])
+    decoder.say(Tokens("r", 1, [2, 3], "length", done=True, attempt=2))
+    await world.task
+    assert [(tokens.token_ids, tokens.prompt_logprobs) for tokens in world.got] == [([1], [None]), ([2, 3], [])]
+
+
+async def test_an_input_that_is_needed_again_is_not_read_by_tokens_from_before() -> None:
+    world = World(["prefill", "decode", "encoder"], num_inputs=1, prompt_logprobs=True)
+    await _settle(world)
+    prefiller, decoder, encoder = world.sims
+    encoder.encoded(encoder.encodes[0], None)
+    decoder.say(Tokens("r", 0, [1], attempt=1))
+    decoder.say(InputNeeded("r", 0, request_attempt=1))  # it has given up the blocks of the prompt
+    await _settle(world)
+    prefiller.prefilled()
+    await _settle(world)
+    assert [tokens.token_ids for tokens in world.got] == [[1]]
+    encoder.encoded(encoder.encodes[0], BUSY)
+    await eventually(lambda: 0 in encoder.encodes)
+    world.task.cancel()
+
+
 async def test_an_answer_that_had_come_whole_is_told_however_many_decoders_were_lost() -> None:
     world = World(["prefill_decode"] * (job_runner.MAX_MOVES + 1), num_inputs=0, prompt_logprobs=False)
     await _settle(world)
