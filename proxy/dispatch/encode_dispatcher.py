@@ -179,9 +179,11 @@ class EncodeDispatcher:
 
     def _place(self, item: _Item, at: Worker | None = None) -> None:
         """Send an item to an encoder, preferably to `at`, or wait for an encoder."""
-        encoder = at if at is not None and self._stays(item, at) else self._choose(item)
         context, destination = self._context, item.destination
         assert destination is not None
+        if destination.gone:
+            return  # the job hears of it next, and needs the item elsewhere
+        encoder = at if at is not None and self._stays(item, at) else self._choose(item)
         now_s = time.monotonic()
         if encoder is None:
             left_s = context.handoff_timeout_s - context.pool.absent_s("encoder", matching=destination)

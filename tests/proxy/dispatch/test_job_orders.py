@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import time
 from collections import Counter
 from contextlib import aclosing
@@ -96,6 +97,8 @@ class Sim:
         wanted = {KV_INPUT_ID} if job.prefilled else {slot.input_id for slot in job.inputs}
         if wanted <= self.inputs:
             found.append(self.prefilled if job.prefill_for else self.token)
+            if faults and not job.prefill_for:
+                found.append(lambda: self.token(lost=True))
         if faults:
             found.append(self.lose)
         if faults and job.prefill_for:
@@ -125,14 +128,15 @@ class Sim:
         self.say(Prefilled("r", self.job.attempt, error, prompt_logprobs=known if error is None else []))
         self.job = None
 
-    def token(self) -> None:
+    def token(self, *, lost: bool = False) -> None:
         assert self.job is not None
         attempt = self.job.attempt
         ends = self.sent == NUM_TOKENS - 1
         known: list[TokenLogprob | None] = [None] if self.sent == 0 and not self.job.prefilled else []
         reason: FinishReason | None = "length" if ends else None
         token = NUM_TOKENS * attempt + self.sent  # drawn anew in every attempt
-        self.say(Tokens("r", self.sent, [token], reason, done=ends, prompt_logprobs=known, attempt=attempt))
+        if not lost:
+            self.say(Tokens("r", self.sent, [token], reason, done=ends, prompt_logprobs=known, attempt=attempt))
         self.sent += 1
         if ends:
             self.job = None
@@ -278,6 +282,7 @@ def test_tokens_come_once_and_nothing_is_left(
         else:
             assert isinstance(error, TriptychError), error
             assert error.info.retryable, error
+            assert re.search(r"decoders were lost with this request|in \d+ attempts", error.info.message), error
             assert tokens == list(range(len(tokens)))
         for sim in world.sims:
             assert sim.worker.load == Load(), sim.worker.instance_id
@@ -458,6 +463,23 @@ async def test_an_encoder_that_is_lost_after_its_item_was_read_costs_nothing() -
     await world.task
     assert [token for tokens in world.got for token in tokens.token_ids] == [NUM_TOKENS + n for n in range(NUM_TOKENS)]
     assert [message.worker.load for message in world.sims] == [Load(), Load()]
+
+
+async def test_an_encoder_and_the_worker_it_encoded_for_may_be_lost_at_once() -> None:
+    """The encoder's loss is told first, and the worker that might encode for itself is no longer there."""
+    world = World(["encode_prefill_decode", "encoder"], num_inputs=1, prompt_logprobs=False)
+    await _settle(world)
+    decoder, encoder = world.sims
+    assert list(encoder.encodes) == [0]
+    world.join("encode_prefill_decode")
+    world.kill(encoder)
+    world.kill(decoder)
+    await _settle(world)
+    assert not world.task.done()
+    other = world.sims[0]
+    assert other.job is not None
+    assert list(other.encodes) == [0]
+    world.task.cancel()
 
 
 async def test_an_input_that_nobody_can_encode_here_any_more_takes_its_job_where_somebody_can() -> None:
