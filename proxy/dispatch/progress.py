@@ -100,7 +100,7 @@ class Progress:
         ends = message.finish_reason is not None and not sequence.finished
         sequence.token_ids += fresh
         sequence.finished = sequence.finished or ends
-        self.done = message.done
+        self.done = self.done or message.done
         if not (fresh or ends or message.done):
             return None
         repeats_prompt = bool(message.prompt_logprobs) and self._prompt_logprobs_delivered

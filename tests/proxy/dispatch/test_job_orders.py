@@ -417,6 +417,20 @@ async def test_lost_tokens_are_generated_again_though_all_wait_for_log_probabili
     assert [(tokens.token_ids, tokens.prompt_logprobs) for tokens in world.got] == [([1], [None]), ([2, 3], [])]
 
 
+async def test_a_repeated_message_behind_the_last_does_not_keep_an_answer_from_its_end() -> None:
+    """All of them wait for log-probabilities of the prompt, and are read at once."""
+    world = World(["prefill", "decode"], num_inputs=0, prompt_logprobs=True)
+    await _settle(world)
+    prefiller, decoder = world.sims
+    first = Tokens("r", 0, [1], attempt=1)
+    for message in (first, Tokens("r", 1, [2], "stop", done=True, attempt=1), first):
+        decoder.say(message)
+    prefiller.prefilled()
+    await _settle(world)
+    assert world.task.done()
+    assert [tokens.token_ids for tokens in world.got] == [[1, 2]]
+
+
 async def test_an_input_that_is_needed_again_is_not_read_by_tokens_from_before() -> None:
     world = World(["prefill", "decode", "encoder"], num_inputs=1, prompt_logprobs=True)
     await _settle(world)
