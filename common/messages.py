@@ -393,10 +393,10 @@ class InstanceRecord(msgspec.Struct, frozen=True):
     """An instance's own entry in the registry. `epoch` is new at every start.
 
     Instances work together only when `fingerprint` (configuration and weights), `dtype` and `protocol` are equal.
-    `tensor_address` has an address per receiving transport, in a single string. A `draining` instance accepts nothing
-    new and then ends, or comes back with `next_role`. `encodes`: the instance can encode inputs for its own requests.
-    `key_id` names the cluster key, empty for none. `figures` are some of a worker's metrics by name, as of its last
-    heartbeat: what the proxy shows of the cluster without asking the worker.
+    `tensor_address` has an address per receiving transport, in a single string. A `draining` worker accepts nothing new
+    and then ends, or comes back with `next_role`; a proxy is not ready, and ends by a signal. `encodes`: the instance
+    can encode inputs for its own requests. `key_id` names the cluster key, empty for none. `figures` are some of a
+    worker's metrics by name, as of its last heartbeat: what the proxy shows of the cluster without asking the worker.
     """
 
     instance_id: Id

@@ -102,6 +102,7 @@ async def connected(service: Service, port: int) -> AsyncIterator[None]:
     record = _own_record(service, port)
     service.pool = WorkerPool(registry, record, service.dispatcher, service.on_failure, context)
     service.admission.num_proxies = lambda: service.pool.num_proxies
+    service.pool.is_draining = lambda: service.admission.draining
     service.pool.start()
     traces = TraceExporter.of_environment(service.instance_id, service.metrics.traces_lost.inc)
     if traces is not None:

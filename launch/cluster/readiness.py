@@ -90,9 +90,9 @@ class ReadinessProbe:
 def _departure(instance: Instance, record: InstanceRecord | None) -> State | None:
     """Return the new state of a worker that has begun to leave, or is coming back in another role; None otherwise.
 
-    It may be told before it counts as ready here: an entry in the registry is enough.
+    It may be told before it counts as ready here: an entry in the registry is enough. A proxy does not end by a drain.
     """
-    if record is None or record.epoch == instance.past_epoch:
+    if record is None or record.epoch == instance.past_epoch or instance.role == "proxy":
         return None
     settled = instance.state in ("ready", "draining")
     if instance.joined and record.epoch != instance.epoch and (settled or record.role != instance.role):

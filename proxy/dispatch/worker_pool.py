@@ -70,6 +70,7 @@ class WorkerPool:
     ) -> None:
         """Own `context`, and end it on `close`."""
         self.own = own
+        self.is_draining: Callable[[], bool] = lambda: False
         self._on_failure = on_failure
         # New at every start and for every connection: with an old identity, workers would keep the requests of the
         # earlier connection.
@@ -178,7 +179,7 @@ class WorkerPool:
             self._changed.clear()
             try:
                 if registered:
-                    await self._registry.heartbeat()
+                    await self._registry.heartbeat(draining=self.is_draining())
                 else:
                     await self._registry.register(self.own)
                     registered = True

@@ -104,7 +104,7 @@ def _state(service: Service, record: InstanceRecord) -> tuple[str, str | None]:
     """Return the state of an instance as this proxy sees it, and the reason of a bad one."""
     pool = service.pool
     if record.role == "proxy":
-        return "ready", None
+        return "draining" if record.draining else "ready", None
     if (why := pool.refused.get(record.instance_id)) is not None:
         return "refused", why
     worker = pool.find(record.instance_id)

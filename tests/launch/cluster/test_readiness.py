@@ -66,6 +66,13 @@ async def test_a_worker_that_drains_when_it_is_first_seen_is_seen_to_leave(looki
     assert worker.joined
 
 
+async def test_a_proxy_that_drains_has_not_left_for_it_ends_by_a_signal_alone(looking: Looking) -> None:
+    probe, registry = looking
+    proxy = Instance("proxy0", "proxy", Command(["proxy"], {}, Path()), state="ready", epoch=2, past_epoch=1)
+    registry["proxy0"] = make_record("proxy0", "proxy", epoch=2, draining=True)
+    assert await probe.changes([proxy]) == []
+
+
 async def test_what_a_former_process_was_told_is_not_told_to_the_next(looking: Looking) -> None:
     probe, registry = looking
     worker = make_worker(epoch=2, past_epoch=2)

@@ -47,6 +47,16 @@ async def test_a_request_that_comes_all_the_same_is_served(serve):
         assert (await rig.chat()).choices
 
 
+async def test_others_see_in_the_registry_that_a_proxy_drains(serve):
+    async with serve() as rig:
+        assert not rig.service.pool.own.draining
+        await rig.http.post("/drain")
+        name = rig.service.instance_id
+        await eventually(lambda: rig.service.pool.seen[name].draining)
+        instances = (await rig.http.get("/v1/cluster")).json()["instances"]
+        assert {one["id"]: one["state"] for one in instances}[name] == "draining"
+
+
 async def test_a_draining_proxy_sends_clients_that_keep_their_connections_to_another(serve):
     async with serve() as rig:
         body = {"model": rig.service.model_name, "prompt": "hi", "max_tokens": 2}
