@@ -52,6 +52,7 @@ class Registry:
         self._changes = f"{cluster}:changes"
         self._own: InstanceRecord | None = None
         self._published: tuple[int, bool] | None = None  # epoch, draining
+        self._unreadable: dict[str, str] = {}  # why, by the ids of entries
 
     async def register(self, record: InstanceRecord) -> None:
         """Enter `record`, or take over the entry of the same id. Keep it alive by `heartbeat`, which raises alike."""
@@ -123,7 +124,7 @@ class Registry:
 
     async def get(self, instance_id: str) -> InstanceRecord | None:
         """Return an instance's record; None if the instance is not alive."""
-        return self._parse(await self._redis.get(self._key(instance_id)))
+        return self._parse(instance_id, await self._redis.get(self._key(instance_id)))
 
     async def instances(self) -> dict[str, InstanceRecord]:
         """Return all live instances by id."""
@@ -137,19 +138,22 @@ class Registry:
         values = await self._redis.mget([self._key(name) for name in names]) if names else []
         if expired := [name for name, value in zip(names, values, strict=True) if value is None]:
             await self._redis.srem(self._index, *expired)  # one that is alive enters itself again by its next heartbeat
-        records = map(self._parse, values)
+        records = map(self._parse, names, values)
         return {record.instance_id: record for record in records if record is not None}
 
     def _key(self, instance_id: str) -> str:
         return f"{self._cluster}:instance:{instance_id}"
 
-    def _parse(self, value: bytes | str | None) -> InstanceRecord | None:
+    def _parse(self, instance_id: str, value: bytes | str | None) -> InstanceRecord | None:
+        told = self._unreadable.pop(instance_id, None)
         if value is None:
             return None
         try:
             return decode_record(value if isinstance(value, bytes) else value.encode())
         except TriptychError as error:
-            log.warning("unreadable registry entry", cluster=self._cluster, error=error.info.message)
+            self._unreadable[instance_id] = why = error.info.message
+            if why != told:
+                log.warning("unreadable registry entry", cluster=self._cluster, entry=instance_id, error=why)
             return None
 
 

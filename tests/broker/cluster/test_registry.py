@@ -5,9 +5,11 @@ from __future__ import annotations
 from contextlib import aclosing
 from urllib.parse import urlsplit
 
+import msgspec
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
+from structlog.testing import capture_logs
 
 from broker.cluster.redis_client import connect
 from broker.cluster.registry import RECORD_TTL_S, Registry, incompatibility
@@ -83,6 +85,21 @@ async def test_unreadable_entries_are_skipped(redis: Redis) -> None:
     assert set(await registry.instances()) == {"e0"}
     # It may be of another wire version, whose processes can read it.
     assert await redis.smembers("c:instances") == {b"e0", b"junk"}
+
+
+async def test_an_unreadable_entry_is_told_once_and_again_when_it_has_changed(redis: Redis) -> None:
+    registry = Registry(redis, "c")
+    await redis.sadd("c:instances", "junk", "rest")
+    for name, value in (("junk", b"\xff\x00garbage"), ("rest", b"{}")):
+        await redis.set(f"c:instance:{name}", value)
+    with capture_logs() as logs:
+        for _ in range(3):
+            assert await registry.instances() == {}
+        assert [line["entry"] for line in logs] == ["junk", "rest"]
+        await redis.set("c:instance:junk", msgspec.msgpack.encode({}))
+        for _ in range(3):
+            await registry.instances()
+        assert [line["entry"] for line in logs] == ["junk", "rest", "junk"]
 
 
 def test_incompatible_instances_are_named_with_what_differs() -> None:
