@@ -52,6 +52,7 @@ class Registry:
         self._changes = f"{cluster}:changes"
         self._own: InstanceRecord | None = None
         self._published: tuple[int, bool] | None = None  # epoch, draining
+        self._beat_s = float("inf")  # when the broker last answered a heartbeat
         self._unreadable: dict[str, str] = {}  # why, by the ids of entries
 
     async def register(self, record: InstanceRecord) -> None:
@@ -79,6 +80,9 @@ class Registry:
             pipe.set(self._key(own.instance_id), encode(own), ex=RECORD_TTL_S)
             pipe.sadd(self._index, own.instance_id)
             await pipe.execute()
+        if (away_s := time.monotonic() - self._beat_s) > BLIND_S:
+            log.info("the broker answers again", away_s=round(away_s, 1))
+        self._beat_s = time.monotonic()
         if self._published != (own.epoch, own.draining):
             await self._publish()
             self._published = own.epoch, own.draining

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import aclosing
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import msgspec
@@ -100,6 +101,18 @@ async def test_an_unreadable_entry_is_told_once_and_again_when_it_has_changed(re
         for _ in range(3):
             await registry.instances()
         assert [line["entry"] for line in logs] == ["junk", "rest", "junk"]
+
+
+async def test_a_broker_that_is_back_is_told_once_with_the_time_that_it_was_away(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry, now_s = Registry(redis, "c"), 100.0
+    monkeypatch.setattr("broker.cluster.registry.time", SimpleNamespace(monotonic=lambda: now_s))
+    with capture_logs() as logs:
+        await registry.register(make_record("e0"))
+        for now_s in (101.0, 102.5, 109.8, 110.8):
+            await registry.heartbeat()
+    assert [(entry["event"], entry["away_s"]) for entry in logs] == [("the broker answers again", 7.3)]
 
 
 def test_incompatible_instances_are_named_with_what_differs() -> None:
