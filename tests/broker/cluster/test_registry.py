@@ -106,11 +106,12 @@ async def test_an_unreadable_entry_is_told_once_and_again_when_it_has_changed(re
 async def test_a_broker_that_is_back_is_told_once_with_the_time_that_it_was_away(
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    registry, now_s = Registry(redis, "c"), 100.0
-    monkeypatch.setattr("broker.cluster.registry.time", SimpleNamespace(monotonic=lambda: now_s))
+    registry, clock = Registry(redis, "c"), SimpleNamespace(monotonic=lambda: 100.0)
+    monkeypatch.setattr("broker.cluster.registry.time", clock)
     with capture_logs() as logs:
         await registry.register(make_record("e0"))
         for now_s in (101.0, 102.5, 109.8, 110.8):
+            clock.monotonic = lambda now_s=now_s: now_s
             await registry.heartbeat()
     assert [(entry["event"], entry["away_s"]) for entry in logs] == [("the broker answers again", 7.3)]
 
