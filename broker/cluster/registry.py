@@ -81,7 +81,7 @@ class Registry:
             pipe.sadd(self._index, own.instance_id)
             await pipe.execute()
         if (away_s := time.monotonic() - self._beat_s) > BLIND_S:
-            log.info("the broker answers again", away_s=round(away_s, 1))
+            log.info("in touch with the broker again", away_s=round(away_s, 1))
         self._beat_s = time.monotonic()
         if self._published != (own.epoch, own.draining):
             await self._publish()

@@ -113,7 +113,7 @@ async def test_a_broker_that_is_back_is_told_once_with_the_time_that_it_was_away
         for now_s in (101.0, 102.5, 109.8, 110.8):
             clock.monotonic = lambda now_s=now_s: now_s
             await registry.heartbeat()
-    assert [(entry["event"], entry["away_s"]) for entry in logs] == [("the broker answers again", 7.3)]
+    assert [(entry["event"], entry["away_s"]) for entry in logs] == [("in touch with the broker again", 7.3)]
 
 
 def test_incompatible_instances_are_named_with_what_differs() -> None:
