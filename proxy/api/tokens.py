@@ -63,11 +63,12 @@ async def detokenize(service: Service, context: RequestContext) -> AsyncGenerato
     """Answer with the text of token ids."""
     body = await parse(DetokenizeRequest, context)
     service.check_model(body.model)
-    size = service.info.vocab_size
-    wrong = next((token for token in body.tokens if token >= size), None)
-    if wrong is not None:
-        raise invalid(f"token id {wrong} is not in the vocabulary of {size}", "tokens")
-    yield JSONResponse({"prompt": await asyncio.to_thread(service.text.decode, body.tokens, skip_special_tokens=False)})
+    size, largest = service.info.vocab_size, max(body.tokens, default=0)
+    if largest >= size:
+        raise invalid(f"token id {largest} is not in the vocabulary of {size}", "tokens")
+    decode = service.text.tokenizer.decode_batch  # other threads run meanwhile, as they do not in `decode`
+    (text,) = await asyncio.to_thread(decode, [body.tokens], skip_special_tokens=False)
+    yield JSONResponse({"prompt": text})
 
 
 def _encode(service: Service, body: TokenizeRequest) -> list[int]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
+import time
+from itertools import pairwise
 
 import pytest
 from PIL import Image
 
 from common.messages import Generate
 from engine.media.image import decode_image
+from proxy.api.tokens import DetokenizeRequest, detokenize
 from proxy.server.errors import shown
 from tests.proxy.sample_media import picture
 
@@ -168,6 +172,21 @@ async def test_tokens_of_a_text_and_a_conversation_and_back(rig) -> None:
     chat = (await rig.http.post("/tokenize", json={"messages": MESSAGES})).json()
     await rig.chat(MESSAGES[0]["content"])
     assert chat["tokens"] == rig.cluster.decoders[0].of(Generate)[-1].prompt_token_ids
+
+
+async def test_other_requests_are_answered_while_many_tokens_become_text(rig, monkeypatch) -> None:
+    tokens = rig.service.text.encode("red signs") * 100_000
+
+    async def parsed(*_: object) -> DetokenizeRequest:
+        return DetokenizeRequest.model_construct(model=None, tokens=tokens)
+
+    monkeypatch.setattr("proxy.api.tokens.parse", parsed)
+    answering = asyncio.ensure_future(anext(detokenize(rig.service, None)))
+    turns_s = [time.perf_counter()]
+    while not answering.done():
+        await asyncio.sleep(0)
+        turns_s.append(time.perf_counter())
+    assert max(after - before for before, after in pairwise(turns_s)) < 0.5 * (turns_s[-1] - turns_s[0])
 
 
 @pytest.mark.parametrize(
