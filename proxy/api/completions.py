@@ -53,10 +53,13 @@ async def completions(service: Service, context: RequestContext) -> AsyncGenerat
                 found[number][delta.index].add(answers[number].for_client(delta))
             yield await asyncio.to_thread(_whole, head, body, answers, found)
             return
+        slow = body.echo and body.logprobs is not None  # the prompt's log-probabilities are many
         num_emitted = 0  # tokens: those of several prompts are counted ahead of their emission
         async for number, delta in deltas:
             answer, delta = answers[number], answers[number].for_client(delta)
-            choice = answer.choice(number, delta.index, delta)
+            part = number, delta.index, delta
+            hops = slow and delta.index not in answer.begun
+            choice = await asyncio.to_thread(answer.choice, *part) if hops else answer.choice(*part)
             choice |= body.token_ids_of(delta.token_ids)
             num_emitted += len(delta.token_ids)
             usage = body.chunk_usage(replace(_usage(answers), completion_tokens=num_emitted))
@@ -76,7 +79,7 @@ class _CompletionAnswer:
     echo: str
     prompts: dict[str, Any]
     _logprobs: dict[int, CompletionLogprobs] = field(default_factory=dict)
-    _begun: set[int] = field(default_factory=set)
+    begun: set[int] = field(default_factory=set)
 
     @property
     def usage(self) -> Usage:
@@ -103,8 +106,8 @@ class _CompletionAnswer:
 
     def choice(self, number: int, index: int, part: Delta | Choice) -> dict[str, Any]:
         """Return a choice, or the next part of one, as JSON. `number` is the prompt's, `index` the sequence's."""
-        begins = index not in self._begun
-        self._begun.add(index)
+        begins = index not in self.begun
+        self.begun.add(index)
         return {
             "index": number * self.body.num_choices + index,
             "text": (self.echo if begins else "") + part.text,

@@ -16,7 +16,6 @@ all workers. Tickets, memory and the admission slot are released after that.
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import time
 import uuid
@@ -45,7 +44,7 @@ REQUEST_ID_HEADER: Final = "x-request-id"
 _CLIENT_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 """A client's own id: returned in the header and named in the log. Inside the cluster ids are ours: clients repeat
 theirs."""
-_LINE_ENDS: Final = {character: f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
+_LINE_ENDS: Final = {character.encode(): b"\\u%04x" % ord(character) for character in "\x85\u2028\u2029"}
 """Escaped: many clients (httpx, and others with Python's rules for lines) would end a line of an event here."""
 _COMPRESSED: Final = ("gzip", "deflate", "br", "zstd")
 _DEADLINE_GRACE_S: Final = 2.0
@@ -312,9 +311,9 @@ def json_answer(value: dict[str, Any]) -> Response:
 
 
 def _event(event: Sse) -> Message:
-    data = "[DONE]" if event.value is None else json.dumps(event.value, ensure_ascii=False, separators=(",", ":"))
+    data = b"[DONE]" if event.value is None else msgspec.json.encode(event.value)
     if not data.isascii():
         for character, escape in _LINE_ENDS.items():
             data = data.replace(character, escape)
     name = "" if event.name is None else f"event: {event.name}\n"
-    return {"type": "http.response.body", "body": f"{name}data: {data}\n\n".encode(), "more_body": True}
+    return {"type": "http.response.body", "body": b"%sdata: %s\n\n" % (name.encode(), data), "more_body": True}

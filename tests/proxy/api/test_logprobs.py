@@ -140,6 +140,7 @@ async def test_prompt_log_probabilities_come_by_token_id(rig):
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "prompt_logprobs": 0}),
         ("/v1/completions", {"prompt": "x y", "logprobs": 0}),
         ("/v1/completions", {"prompt": "x y", "prompt_logprobs": 0}),
+        ("/v1/completions", {"prompt": "x y", "logprobs": 0, "echo": True, "stream": True}),
     ],
 )
 async def test_other_requests_are_answered_while_log_probabilities_are_written(rig, monkeypatch, path, fields):
