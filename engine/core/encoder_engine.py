@@ -159,7 +159,7 @@ class EncoderEngine:
 
     def _launch(self, items: list[tuple[EncoderKey, ProcessedInput]]) -> LaunchedBatch:
         """Queue a batch on the device; a CPU computes now."""
-        batch = LaunchedBatch(items, time.time())
+        batch = LaunchedBatch(items, time.monotonic())
         try:
             batch.outputs = self._encode([item for _, item in items])
         except Exception as error:  # whatever one item makes the model raise must not reach the others
@@ -199,8 +199,9 @@ class EncoderEngine:
 
     def _collect(self, batch: LaunchedBatch) -> list[EncoderResult]:
         outputs = self._await(batch)
-        start_s, end_s = max(batch.start_s, self._last_end_s), time.time()
-        self._last_end_s = end_s
+        now_s, end_s = time.monotonic(), time.time()
+        start_s = end_s - (now_s - max(batch.start_s, self._last_end_s))
+        self._last_end_s = now_s
         self._batches += 1
         self._last_items = len(batch.items)
         self._items += len(batch.items)
@@ -239,7 +240,7 @@ encoder_computations = Counter()
 class LaunchedBatch:
     """A batch on the device: `outputs` are complete once `done` has come (None: complete now), or `error` was raised.
 
-    Keys in `cancelled` were cancelled meanwhile. `start_s` is Unix time.
+    Keys in `cancelled` were cancelled meanwhile. `start_s` is of the monotonic clock.
     """
 
     items: list[tuple[EncoderKey, ProcessedInput]]

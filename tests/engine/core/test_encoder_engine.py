@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -81,6 +83,20 @@ def test_one_step_encodes_items_of_several_requests(folder: Path) -> None:
         "encoder_attention_fallback": 0,
         "encoder_seconds_total": pytest.approx(results[0].end_s - results[0].start_s),
     }
+
+
+def test_the_seconds_in_the_encoder_grow_though_the_wall_clock_is_set_back(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(time=lambda: 10_000.0, monotonic=itertools.count(5.0).__next__)
+    monkeypatch.setattr("engine.core.encoder_engine.time", clock)
+    engine = engine_of(folder)
+    for now_s in (10_000.0, 6_400.0):
+        clock.time = lambda now_s=now_s: now_s
+        engine.submit(key(0), picture())
+        (result,) = engine.step()
+        assert (result.start_s, result.end_s) == (now_s - 1.0, now_s)
+    assert engine.stats()["encoder_seconds_total"] == 2.0
 
 
 def test_a_step_without_items_does_nothing(folder: Path) -> None:
