@@ -103,7 +103,7 @@ def compiled_kernels(source: KernelSource, end: contextlib.ExitStack | None = No
     digest = hashlib.sha256(" ".join((*texts, *source.flags)).encode()).hexdigest()[:16]
     name = f"{source.path.stem}-{digest}.so"
     path = _cache_folder() / name
-    if path.exists():
+    if os.path.exists(path):  # not where the cache cannot be searched: `Path.exists` raises there
         return path
     compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:

@@ -287,13 +287,14 @@ def test_without_a_home_the_kernels_are_compiled_into_a_folder_of_this_process(
     assert path.exists()
 
 
+@pytest.mark.parametrize("cache", ["kernels.cpp", "too-long" * 32])  # no folder; a name that cannot be looked for
 @pytest.mark.parametrize("cpp", ['extern "C" int one() { return 1; }', "not C++"])
 def test_without_a_cache_nothing_is_left_of_the_library_once_it_is_loaded(
-    cpp: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cpp: str, cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "kernels.cpp").write_text(cpp)
     (tmp_path / "temporary").mkdir()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kernels.cpp"))  # no folder: nothing can be written below it
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / cache))  # nothing can be read or written below it
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setattr(build, "loaded", {})
     source = build.step_kernels()._replace(path=tmp_path / "kernels.cpp")
