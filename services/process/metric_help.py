@@ -135,9 +135,9 @@ HELP: Final[dict[str, str]] = {
     "prefills": "Requests that this worker prefilled for others, by outcome.",
     "kv_handoffs": "Handoffs of keys and values from this prefill worker, by outcome.",
     "encodes": "Items that this encoder was asked for, by outcome.",
-    "tensors_sent": "Tensors sent to other workers, by transport.",
-    "tensor_fallbacks": "Tensors sent another way than the best, by what led nowhere; gpu: brought to the host.",
-    "dropped_messages": "Messages that were not taken, could not be sent, or were trimmed unread, by reason.",
+    "tensors_sent": "Tensors sent to other workers, by outcome: the transport.",
+    "tensor_fallbacks": "Tensors not sent the best way, by outcome: what led nowhere; gpu: brought to the host.",
+    "dropped_messages": "Messages that were not taken, could not be sent, or were trimmed unread, by outcome.",
 }
 """By name, without the prefix `triptych_`."""
 

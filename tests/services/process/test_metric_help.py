@@ -71,5 +71,6 @@ async def test_a_workers_own_numbers_have_help_texts(role: Callable[[WorkerConte
             kind = "counter" if name.endswith("_total") else "gauge"
             assert f"\n| `triptych_{name}` | {kind} |" in page
         assert all(f"\n| `triptych_{name}_total` | counter |" in page for name in metrics.tallies)
+        assert all("by outcome" in HELP[name] for name in metrics.tallies), "their label is `outcome`"
     finally:
         await shell._close()
