@@ -250,7 +250,9 @@ class ModelInfo:
     @cached_property
     def placeholder_token_id(self) -> int | None:
         """The token in place of each media item of a rendered prompt; None for models without placeholders."""
-        return int(self.config[self.family.placeholder]) if self.family.placeholder else None
+        key = self.family.placeholder
+        newer = key.replace("_index", "_id")
+        return int(self.config[newer if newer in self.config else key]) if key else None
 
     @cached_property
     def placeholders(self) -> dict[int, MediaKind]:

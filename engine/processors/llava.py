@@ -123,7 +123,7 @@ class FixedSizeImages:
         (height, width), side = settings.output_size, int(info.config["vision_config"]["image_size"])
         if (height, width) != (side, side):
             raise ValueError(f"it makes pictures of {width} x {height} pixels, the encoder takes {side} x {side}")
-        self._layout = InputLayout(num_tokens, [(int(info.config["image_token_index"]), num_tokens)])
+        self._layout = InputLayout(num_tokens, [(info.placeholder_token_id or 0, num_tokens)])
         self._shape = (num_tokens, int(info.text_config["hidden_size"]))
 
     def __call__(self, media: bytes) -> Prepared:

@@ -21,7 +21,7 @@ class Qwen2AudioProcessor:
         self._settings = LogMelSettings.from_json(info.preprocessor)
         self.max_seconds = float(self._settings.chunk_length)
         self._log_mel = LogMel(self._settings)
-        self._token_id = int(info.config["audio_token_index"])
+        self._token_id = info.placeholder_token_id or 0
         self._hidden_size = int(info.text_config["hidden_size"])
         audio = info.config["audio_config"]
         ours = (self._settings.feature_size, self._settings.num_frames)

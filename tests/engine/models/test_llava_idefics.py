@@ -321,6 +321,19 @@ def test_another_checkpoints_weights_are_refused(folder_of: FolderOf, tmp_path: 
         encoder_of(folder)
 
 
+def test_the_placeholder_has_the_key_of_older_or_of_newer_configurations(folder_of: FolderOf, tmp_path: Path) -> None:
+    folder = tmp_path / "newer"
+    shutil.copytree(folder_of("llava"), folder)
+    older = json.loads((folder / "config.json").read_text())
+    token = older.pop("image_token_index")
+    for key in ("image_token_index", "image_token_id"):
+        (folder / "config.json").write_text(json.dumps({**older, key: token}))
+        info = load_model_info(str(folder))
+        assert info.placeholder_token_id == token
+        _, layout, _ = LlavaProcessor(info)(encoded(noise(36, 36)))
+        assert layout.expansion == [(token, 36)]
+
+
 # --- published folders, without their weights
 
 LLAVA_1_5: dict[str, Any] = {
