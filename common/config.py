@@ -6,11 +6,11 @@ The only definition of the settings: `launch.cli.options` derives flags and help
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
+from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Union, cast, get_args, get_origin
@@ -418,9 +418,11 @@ def explain(error: ValidationError, model: type[BaseModel], given: Container[str
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """Return the end of a sentence that offers the known name most like `name`; empty without such a name."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    """Return the end of a sentence that offers the closest known name, rather one that begins alike; empty without."""
+    close = get_close_matches(name, known)
+    ratios = {one: SequenceMatcher(None, one, name).ratio() + 0.1 * (one[:3] == name[:3]) for one in close}
+    best = max(ratios, key=ratios.__getitem__, default="")
+    return f"; did you mean {best!r}?" if best else ""
 
 
 def _shown(value: Any) -> str:

@@ -63,9 +63,8 @@ async def detokenize(service: Service, context: RequestContext) -> AsyncGenerato
     """Answer with the text of token ids."""
     body = await parse(DetokenizeRequest, context)
     service.check_model(body.model)
-    size, largest = service.info.vocab_size, max(body.tokens, default=0)
-    if largest >= size:
-        raise invalid(f"token id {largest} is not in the vocabulary of {size}", "tokens")
+    if (largest := max(body.tokens, default=0)) >= service.info.vocab_size:
+        raise invalid(f"token id {largest} is not in the vocabulary of {service.info.vocab_size}", "tokens")
     decode = service.text.tokenizer.decode_batch  # other threads run meanwhile, as they do not in `decode`
     (text,) = await asyncio.to_thread(decode, [body.tokens], skip_special_tokens=False)
     yield JSONResponse({"prompt": text})

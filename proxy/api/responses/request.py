@@ -77,7 +77,7 @@ class ResponsesRequest(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> ResponsesRequest:
-        refuse_unsupported(self.model_extra, PASSED_ON | IGNORED, OFF, PASSED_ON)
+        refuse_unsupported(self.model_extra, PASSED_ON | IGNORED, OFF, PASSED_ON | type(self).model_fields.keys())
         for name, value in {**(self.model_extra or {}), "tools": self.tools, "tool_choice": self.tool_choice}.items():
             try:
                 json.dumps(value, allow_nan=False)  # as the answer repeats it
