@@ -82,7 +82,10 @@ STAGED_BYTES = 128 * 2**20
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """A generated sequence. `logprobs` are per token if requested; `score` is a beam's."""
+    """A generated sequence. `logprobs` are per token if requested; `score` is a beam's.
+
+    `prefix_token_ids` were generated before it and belong to the prompt: the language that Whisper detects.
+    """
 
     index: int
     text: str
@@ -90,6 +93,7 @@ class CompletionOutput:
     finish_reason: FinishReason
     logprobs: list[TokenLogprob] = field(default_factory=list)
     score: float | None = None
+    prefix_token_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -250,22 +254,22 @@ class LLM:
         params = SamplingParams(**{**self._sampling_defaults, "temperature": 0.0, **rules})
         request_id = self.add({"prompt_token_ids": token_ids, "multi_modal_data": {"audio": audio}}, params)
         output = self._run([request_id], return_prompts=return_prompts)[0]
-        return replace(output, words=self._words(audio, output, options, params)) if words else output
+        return replace(output, words=self._words(audio, output, options)) if words else output
 
-    def _words(self, audio: Any, output: RequestOutput, options: dict[str, Any], params: SamplingParams) -> list[Word]:
+    def _words(self, audio: Any, output: RequestOutput, options: dict[str, Any]) -> list[Word]:
         """Return when the words of a transcript were spoken."""
         from engine.media.audio import decode_audio
 
         rate = int(self.info.preprocessor.get("sampling_rate", 16000))
         samples = decode_audio(_media_bytes(audio), rate, self.info.max_encoder_tokens * FRAME_S)
-        known, spoken = output.outputs[0].token_ids, options["language"]
+        [said], spoken = output.outputs, options["language"]
         language = whisper_prompt.language_code(spoken) if spoken else None
-        if params.prefix_allowed:
-            language = whisper_prompt.detected_language(self.info, known)
+        if said.prefix_token_ids:
+            language = whisper_prompt.detected_language(self.info, said.prefix_token_ids)
         ids, sampling = alignment_request(
             self.info,
             self.text,
-            known[len(params.prefix_allowed) :],
+            said.token_ids,
             language=language,
             task=options["task"],
             duration_s=len(samples) / rate,
@@ -498,20 +502,20 @@ class LLM:
             self._finish(event, live)
 
     def _grow(self, event: Tokens, live: _Live, sequence: _LiveSequence) -> None:
-        reason = event.finish_reason
+        reason, num_forced = event.finish_reason, len(live.sampling.prefix_allowed)
+        begin = max(0, num_forced - len(sequence.token_ids))
+        shown = event.token_ids[begin : -1 if reason == "stop" else None]  # without the token that ended it
+        sequence.text += sequence.detokenizer.push(shown, final=reason is not None)
         sequence.token_ids += event.token_ids
         sequence.logprobs += event.logprobs
-        hidden = len(live.sampling.prefix_allowed)  # generated tokens that belong to the prompt (a detected language)
-        if len(sequence.token_ids) > hidden:
-            shown = sequence.token_ids[max(hidden, len(sequence.token_ids) - len(event.token_ids)) :]
-            shown = shown[:-1] if reason == "stop" else shown  # without the token that ended it
-            sequence.text += sequence.detokenizer.push(shown, final=reason is not None)
         if sequence.detokenizer.stopped and reason is None:
             reason = "stop"
             self.decoder.stop_sequence(event.request_id, event.index)
         if reason is not None:
+            prefix, token_ids = sequence.token_ids[:num_forced], sequence.token_ids[num_forced:]
+            logprobs = sequence.logprobs[num_forced:]
             sequence.output = CompletionOutput(
-                event.index, sequence.text, sequence.token_ids, reason, sequence.logprobs, event.score
+                event.index, sequence.text, token_ids, reason, logprobs, event.score, prefix
             )
 
     def _finish(self, event: Tokens, live: _Live) -> None:

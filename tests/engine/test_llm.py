@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from tokenizers import Tokenizer, decoders
 
 from common.errors import TriptychError
@@ -266,3 +267,16 @@ def test_a_batch_may_be_larger_than_a_server_would_let_wait(llm: LLM) -> None:
     for request_id in ids:
         llm.abort(request_id)
     assert llm.decoder.is_empty()
+
+
+def test_a_generated_prefix_is_no_part_of_the_answer(llm: LLM) -> None:
+    """Such as the language that Whisper detects: an answer is the same where the prompt tells it."""
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=1, prefix_allowed=((8,), (9,)))
+    told, detected = llm.generate(
+        [{"prompt_token_ids": [5, 6, 8, 9]}, {"prompt_token_ids": [5, 6]}],
+        [replace(params, max_tokens=4, prefix_allowed=()), params],
+    )
+    [expected], [found] = told.outputs, detected.outputs
+    assert (found.text, found.token_ids) == (expected.text, expected.token_ids)
+    assert found.prefix_token_ids == [8, 9]
+    assert [one.token_id for one in found.logprobs] == found.token_ids

@@ -35,7 +35,7 @@ def answer_all(
     integrity: bool = True,
     timeout_s: float = TIMEOUT_S,
 ) -> list[list[int]]:
-    """The tokens of every case, without the end-of-sequence token and a generated prefix.
+    """The tokens of every case, without the end-of-sequence token.
 
     With `steps_between`, requests arrive one by one, so many steps apart: prefill meets decode in every batch.
     Checks after every step that blocks, cache entries and slots add up, and at the end that nothing is left.
@@ -54,8 +54,7 @@ def answer_all(
             llm.decoder.check_integrity()
         assert time.monotonic() < deadline_s, f"no end after {timeout_s} s: {llm.decoder.stats()}"
     assert llm.decoder.is_empty(), llm.decoder.stats()
-    prefixes = [len(case.rules.get("prefix_allowed", ())) for case in cases]
-    return [strip(llm.info, answers[request_id], prefix) for request_id, prefix in zip(order, prefixes, strict=True)]
+    return [strip(llm.info, answers[request_id]) for request_id in order]
 
 
 def expected_of(cases: Sequence[Case]) -> list[list[int]]:
@@ -89,7 +88,6 @@ def _sampling(case: Case, max_tokens: int) -> SamplingParams:
     return SamplingParams(**{**case.rules, "temperature": 0.0, "max_tokens": max_tokens + prefix})
 
 
-def strip(info: ModelInfo, tokens: list[int], prefix: int = 0) -> list[int]:
-    """Without so many tokens of a generated prefix, and without the end-of-sequence token if it is the last one."""
-    tokens = tokens[prefix:]
+def strip(info: ModelInfo, tokens: list[int]) -> list[int]:
+    """Without the end-of-sequence token if it is the last one."""
     return tokens[:-1] if tokens and tokens[-1] in info.eos_token_ids else tokens
