@@ -508,12 +508,13 @@ class LLM:
         sequence.text += sequence.detokenizer.push(shown, final=reason is not None)
         sequence.token_ids += event.token_ids
         sequence.logprobs += event.logprobs
-        if sequence.detokenizer.stopped and reason is None:
-            reason = "stop"
+        end = None
+        if sequence.detokenizer.stopped:
+            reason, end = "stop", num_forced + sequence.detokenizer.num_tokens
             self.decoder.stop_sequence(event.request_id, event.index)
         if reason is not None:
-            prefix, token_ids = sequence.token_ids[:num_forced], sequence.token_ids[num_forced:]
-            logprobs = sequence.logprobs[num_forced:]
+            prefix, token_ids = sequence.token_ids[:num_forced], sequence.token_ids[num_forced:end]
+            logprobs = sequence.logprobs[num_forced:end]
             sequence.output = CompletionOutput(
                 event.index, sequence.text, token_ids, reason, logprobs, event.score, prefix
             )

@@ -280,3 +280,12 @@ def test_a_generated_prefix_is_no_part_of_the_answer(llm: LLM) -> None:
     assert (found.text, found.token_ids) == (expected.text, expected.token_ids)
     assert found.prefix_token_ids == [8, 9]
     assert [one.token_id for one in found.logprobs] == found.token_ids
+
+
+def test_beams_end_at_a_stop_string_with_their_tokens_as_with_their_text(llm: LLM) -> None:
+    letters = tuple(ord(letter) for letter in "abcdefgh")
+    params = SamplingParams(beam_width=2, max_tokens=8, ignore_eos=True, allowed_token_ids=letters)
+    whole = llm.generate({"prompt_token_ids": [5, 6, 7]}, params)[0].outputs[0]
+    cut = llm.generate({"prompt_token_ids": [5, 6, 7]}, replace(params, stop=(whole.text[3],)))[0].outputs[0]
+    end = whole.text.index(whole.text[3])
+    assert (cut.text, cut.token_ids, cut.finish_reason) == (whole.text[:end], whole.token_ids[: end + 1], "stop")
