@@ -444,11 +444,17 @@ class LLM:
         if isinstance(item, bytes | str | Path):
             limits = videos.VideoLimits(max_tokens=self.decoder.runner.max_model_len)
             return videos.cut(item if isinstance(item, bytes) else str(item), rules, limits, "the video")
-        frames, fps = item if isinstance(item, tuple) else (item, rules.fps or 2.0)
-        images = [frame if isinstance(frame, Image.Image) else Image.fromarray(np.asarray(frame)) for frame in frames]
-        if len({image.size for image in images}) != 1 or not fps > 0:
+        try:
+            frames, fps = item if isinstance(item, tuple) else (item, rules.fps or 2.0)
+            images = [one if isinstance(one, Image.Image) else Image.fromarray(np.asarray(one)) for one in frames]
+            is_good = len({image.size for image in images}) == 1 and 0 < fps < math.inf
+        except Exception as error:  # as for `_media_bytes`
+            kinds = "a video is bytes, a path, frames (PIL images or arrays of uint8), or (frames, frames per second)"
+            message = f"{kinds}; this {type(item).__name__} cannot be read: {words_of(error)}"
+            raise TriptychError("bad_media", message) from error
+        if not is_good:
             raise TriptychError("bad_media", "a video's frames have one size and a rate, and there is one at least")
-        return videos.of_frames([_media_bytes(image.convert("RGB")) for image in images], images[0].size, fps, rules)
+        return videos.of_frames([_media_bytes(image) for image in images], images[0].size, fps, rules)
 
     def _offer_some(self, request_id: str, live: _Live) -> None:
         """Preprocess and offer the next inputs, up to STAGED_BYTES; the others follow after grants."""

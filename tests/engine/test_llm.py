@@ -228,8 +228,32 @@ def test_a_media_item_that_cannot_be_read_is_told_with_what_can(llm: LLM, item: 
     assert llm.decoder.is_empty()
 
 
-def test_a_video_without_a_rate_is_refused(llm: LLM) -> None:
-    content = [{"type": "video", "video": ([noise(56, 56)] * 4, 0.0)}]
+@pytest.mark.parametrize(
+    "video",
+    [
+        None,
+        noise(56, 56),
+        ["one.png"],
+        np.zeros((4, 56, 56, 3), np.float32),
+        np.zeros((4, 3, 56, 56), np.uint8),
+        (*[noise(56, 56)] * 4,),
+        ([noise(56, 56)] * 4, "fast"),
+    ],
+    ids=["nothing", "picture", "paths", "floats", "channels first", "tuple", "no rate"],
+)
+def test_a_video_that_cannot_be_read_is_told_with_what_can(llm: LLM, video: object) -> None:
+    prompt = {"prompt_token_ids": [5, llm.info.placeholder_of("video"), 6], "multi_modal_data": {"video": [video]}}
+    with pytest.raises(
+        TriptychError, match=r"^a video is bytes, a path, frames .*; this .* cannot be read: ."
+    ) as caught:
+        llm.generate([prompt], GREEDY)  # type: ignore[list-item]
+    assert caught.value.info.code == "bad_media"
+    assert llm.decoder.is_empty()
+
+
+@pytest.mark.parametrize("rate", [0.0, float("nan"), float("inf")])
+def test_a_video_without_a_rate_is_refused(llm: LLM, rate: float) -> None:
+    content = [{"type": "video", "video": ([noise(56, 56)] * 4, rate)}]
     with pytest.raises(TriptychError, match="one size and a rate"):
         llm.chat([{"role": "user", "content": content}], GREEDY)
 
