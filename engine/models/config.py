@@ -55,9 +55,13 @@ def read_text_config(info: ModelInfo) -> TextConfig:
     if activation not in ("silu", "swish") and not kind.startswith("gemma3"):  # Gemma's is `hidden_activation`
         raise ValueError(f"activation {activation!r} is not supported; supported: silu")
     num_heads = int(json["num_attention_heads"])
+    head_dim = int(json.get("head_dim") or json["hidden_size"] // num_heads)
     rope = _rope(json, info.config.get("text_config") or info.config)
     mrope_section = _MROPE_SECTIONS.get(info.family.name)
     axes: Any = rope.get("mrope_section", mrope_section)  # time, height, width
+    interleaved = info.family.name == "qwen3_vl"  # which takes what fits
+    if mrope_section and not interleaved and (len(axes), sum(axes)) != (3, head_dim // 2):
+        raise ValueError(f"mrope_section {axes} is not three numbers with the sum {head_dim // 2}, half of head_dim")
     qwen2, qwen3 = kind.startswith("qwen2"), kind.startswith("qwen3")
     biased = bool(json.get("attention_bias", False)) and not qwen2
     return TextConfig(
@@ -67,12 +71,12 @@ def read_text_config(info: ModelInfo) -> TextConfig:
         num_layers=int(json["num_hidden_layers"]),
         num_heads=num_heads,
         num_kv_heads=int(json.get("num_key_value_heads") or num_heads),
-        head_dim=int(json.get("head_dim") or json["hidden_size"] // num_heads),
+        head_dim=head_dim,
         rms_norm_eps=float(json.get("rms_norm_eps", 1e-6)),
         max_position_embeddings=int(json["max_position_embeddings"]),
         rope=rope,
         mrope_section=mrope_section and (int(axes[0]), int(axes[1]), int(axes[2])),
-        mrope_interleaved=info.family.name == "qwen3_vl",
+        mrope_interleaved=interleaved,
         qkv_bias=biased or qwen2,
         o_bias=biased,
         mlp_bias=bool(json.get("mlp_bias", False)),

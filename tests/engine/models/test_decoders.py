@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from common.errors import TriptychError
 from common.model_info import load_model_info
 from engine.models.llama import MULTIMODAL_LAYOUT, LlamaDecoder
 from tests import tiny_models
-from tests.engine.models.dense import decoder_of, logits_of
+from tests.engine.models.dense import decoder_of, edit_json, logits_of
 
 NUM_TOKENS = 40
 LLAMA3_ROPE = {
@@ -171,6 +172,21 @@ def test_a_model_without_cross_attention_says_so(llama: Path) -> None:
 def test_what_is_not_supported_is_refused_at_load(tmp_path: Path, overrides: dict[str, Any], message: str) -> None:
     folder = tiny_models.make_llama(tmp_path / "model", **overrides)
     with pytest.raises(TriptychError, match=message):
+        decoder_of(folder)
+
+
+@pytest.mark.parametrize("section", [[2, 3], [2, 3, 2], [3, 3, 3], [16, 24, 24], [8]], ids=str)
+def test_sections_that_do_not_fit_the_heads_are_refused_at_load(
+    qwen2_5_vl: Path, tmp_path: Path, section: list[int]
+) -> None:
+    folder = Path(shutil.copytree(qwen2_5_vl, tmp_path / "model"))
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": section}
+    edit_json(
+        folder / "config.json",
+        lambda config: {**config, "text_config": {**config["text_config"], "rope_parameters": rope}},
+    )
+    said = f"mrope_section {section} is not three numbers with the sum 8, half of head_dim"
+    with pytest.raises(TriptychError, match=re.escape(said)):
         decoder_of(folder)
 
 
