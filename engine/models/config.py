@@ -138,7 +138,8 @@ def sliding_layers(json: dict[str, Any], kind: str) -> list[bool]:
         first = int(json.get("max_window_layers", _MAX_WINDOW_LAYERS))
         default = [index >= first for index in range(num_layers)]
     else:
-        if json.get("sliding_window") and not kind.startswith("qwen"):
+        full = set(json.get("layer_types") or ()) == {"full_attention"}
+        if json.get("sliding_window") and not (full or kind.startswith("qwen")):
             raise ValueError(f"sliding_window of model_type {kind!r} is not supported")
         return [False] * num_layers
     given = json.get("layer_types")

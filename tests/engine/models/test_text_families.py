@@ -67,6 +67,22 @@ def test_a_window_of_a_model_whose_layers_nobody_named_is_refused(tmp_path: Path
         read_text_config(load_model_info(str(folder)))
 
 
+@pytest.mark.parametrize(
+    ("layer_types", "is_served"),
+    [(["full_attention"] * 3, True), (["full_attention", "sliding_attention", "full_attention"], False)],
+    ids=["none slides", "one slides"],
+)
+def test_a_window_that_no_layer_has_is_none_whatever_the_model_is(
+    tmp_path: Path, input_ids: torch.Tensor, layer_types: list[str], is_served: bool
+) -> None:
+    folder = make_llama(tmp_path / "model", sliding_window=8, layer_types=layer_types)
+    if is_served:
+        assert_equal_logits(logits_of(decoder_of(folder), input_ids), transformers_logits(folder, input_ids))
+    else:
+        with pytest.raises(ValueError, match="sliding_window of model_type 'llama' is not supported"):
+            read_text_config(load_model_info(str(folder)))
+
+
 @pytest.mark.parametrize("sliding_window", [None, 512])
 def test_a_window_as_long_as_the_context_is_none_whatever_the_model_is(
     tmp_path: Path, sliding_window: int | None
