@@ -14,6 +14,7 @@ Neither is the time of prompt tokens; were it taken for theirs, chunks would bec
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Final
 
 from engine.state.inputs import ScheduledStep, tile_of
@@ -25,7 +26,7 @@ CLEAR_S: Final = 0.5
 _SHARES: Final = 0.75, 0.9
 """Least and greatest share of a step's time for prompts, where nothing else is asked for."""
 _NEWEST: Final = 0.2
-"""Weight of the newest time in a mean."""
+"""Weight of the newest time in a mean, at least."""
 _LEAST_TOKEN_S: Final = 1e-6
 """Of a token done within the time of the others."""
 _OUTLIER: Final = 4.0
@@ -84,21 +85,25 @@ class PrefillPace:
         if launch_s or not rows:
             if rows or token_s is None:
                 others_s = max(launch_s, rows_s or 0.0)
-                self._token_s.add(context, max((seconds - others_s) / tokens, _LEAST_TOKEN_S))
+                self._token_s.add(context, max((seconds - others_s) / tokens, _LEAST_TOKEN_S), tokens)
             return
         if rows_s is None or token_s is None:
             return
         # Where every step has prompts, no step shows the rows alone: both parts share the error of the sum.
         error = seconds / (rows_s + tokens * token_s)
         self._rows_s.add(rows, error * rows_s)
-        self._token_s.add(context, error * token_s)
+        self._token_s.add(context, error * token_s, tokens)
 
 
 class _Means:
-    """Running means of times, by the power of two of a size."""
+    """Running means of times, by the power of two of a size.
+
+    A time per token weighs as its tokens among all until then: that of the first prompt, of a few, says little.
+    """
 
     def __init__(self) -> None:
         self._means: dict[int, float] = {}
+        self._tokens = Counter[int]()
 
     def at(self, size: int) -> float | None:
         """Return the mean for `size`, else the mean for the nearest size; None before the first time."""
@@ -107,7 +112,9 @@ class _Means:
             return self._means.get(key)
         return self._means[min(self._means, key=lambda other: abs(other - key))]
 
-    def add(self, size: int, seconds: float) -> None:
+    def add(self, size: int, seconds: float, tokens: int = 0) -> None:
         key = size.bit_length()
-        mean = self._means.get(key)
-        self._means[key] = seconds if mean is None else mean + _NEWEST * (min(seconds, _OUTLIER * mean) - mean)
+        self._tokens[key] += tokens
+        weight = max(_NEWEST, tokens / (self._tokens[key] or 1))
+        mean = self._means.get(key, seconds)
+        self._means[key] = mean + weight * (min(seconds, _OUTLIER * mean) - mean)

@@ -200,3 +200,23 @@ def test_tokens_that_outlast_the_launch_keep_to_the_objective() -> None:
         device.run(pace, 4, 0)
         seconds = device.run(pace, 4, pace.limit(4, 0, 0) or 512)
     assert seconds == pytest.approx(OBJECTIVE_S, rel=0.1)
+
+
+@pytest.mark.parametrize("first", [2, 5, 16])
+@pytest.mark.parametrize(
+    "device",
+    [Gpu(0.01, 0.0, 1e-6, launch_s=0.001), Device(0.01, 0.0, 1e-6), Gpu(0.0035, 0.0, 12e-6, launch_s=0.0013)],
+    ids=["a step takes as long whatever its size", "without a launch of its own", "replayed steps"],
+)
+def test_a_first_prompt_of_few_tokens_says_little_about_those_of_others(device: Device, first: int) -> None:
+    """What such a step takes is the time of the weights: prompts behind it are in small chunks for few steps."""
+    pace, num_steps = PrefillPace(OBJECTIVE_S), 0
+    device.run(pace, 0, first)
+    for _ in range(8):
+        device.run(pace, 4, 0)
+        left = 300
+        while left:
+            chunk = min(left, pace.limit(4, 300 - left, 0) or left)
+            device.run(pace, 4, chunk, 300 - left)
+            left, num_steps = left - chunk, num_steps + 1
+    assert num_steps <= 12
