@@ -293,6 +293,7 @@ class Detokenizer:
     _begin: int = 0  # tokens of the prompt, less those dropped behind it
     _prefix: int = 0  # tokens before this are settled; those from here to _read give context to the next ones
     _read: int = 0
+    _half: int = 0  # 1 where the text of the tokens read ends with a half character, which is held back
     _pending: str = ""  # decoded, but may be the start of a stop string
 
     def __post_init__(self) -> None:
@@ -306,7 +307,7 @@ class Detokenizer:
 
     def push(self, token_ids: Sequence[int], *, final: bool = False) -> str:
         """Add tokens, return the new text. After a stop string `stopped` is True and further calls return no text."""
-        if self.stop and len(token_ids) > 1:  # what ends the text depends on the tokens so far: one by one
+        if len(token_ids) > 1:  # what ends a text or a character depends on the tokens so far: one by one
             *earlier, last = token_ids
             return "".join(self.push([token]) for token in earlier) + self.push([last], final=final)
         if self.stopped:
@@ -314,12 +315,15 @@ class Detokenizer:
         self._ids.extend(token_ids)
         before = self.text.decode(self._ids[self._prefix : self._read], skip_special_tokens=self.skip_special_tokens)
         now = self.text.decode(self._ids[self._prefix :], skip_special_tokens=self.skip_special_tokens)
-        if len(now) > len(before) and (final or not now.endswith("\ufffd")):  # else half a character
+        shown, unread = len(before) - self._half, len(self._ids) - self._read
+        if now == before and not final:
+            if unread >= _TAIL_TOKENS:  # special tokens, without any text
+                self._begin -= unread
+                del self._ids[self._read :]
+        elif len(now) > shown and (final or unread >= _TAIL_TOKENS or not now.endswith("\ufffd")):
             self._prefix, self._read = self._read, len(self._ids)
-            self._pending += now[len(before) :]
-        elif now == before and len(self._ids) - self._read >= _TAIL_TOKENS:  # special tokens, without any text
-            self._begin -= len(self._ids) - self._read
-            del self._ids[self._read :]
+            self._half = int(now.endswith("\ufffd") and not final)
+            self._pending += now[shown : len(now) - self._half]
         stops = self.stop if self.num_tokens > self.min_tokens else ()
         found = [(at, at + len(stop)) for stop in stops if (at := self._pending.find(stop)) >= 0]
         if found:

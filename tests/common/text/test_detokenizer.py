@@ -13,6 +13,7 @@ from tokenizers.decoders import DecodeStream
 
 from common.model_info import load_model_info
 from common.text.processor import Detokenizer, TextProcessor
+from common.text.token_text import _BYTE_OF
 from tests.tiny_models import make_whisper
 
 
@@ -48,6 +49,18 @@ def test_pushed_in_any_portions_the_text_is_that_of_the_whole(llamas: Any, seed:
     assert text == llamas.decode(ids)
 
 
+def count_decoded(text: Any) -> list[int]:
+    """Return a list that will hold the number of tokens of each call of `decode`."""
+    decode, sizes = text.decode, list[int]()
+
+    def counted(ids: list[int], **options: Any) -> str:
+        sizes.append(len(ids))
+        return str(decode(ids, **options))
+
+    text.decode = counted
+    return sizes
+
+
 def test_bytes_that_are_no_text_after_a_whole_character_do_no_harm(llamas: Any) -> None:
     """`tokenizers`' own stream raises here: the broken byte takes back the character before it."""
     ids = ids_of(llamas, "▁Hello", "é".encode(), b"\x97", "lo")
@@ -64,17 +77,36 @@ def test_a_long_run_of_special_tokens_is_not_decoded_again_with_each(llamas: Any
     """As a model writes them that goes on behind its end. The blank of a word behind them stays."""
     llamas.tokenizer.add_special_tokens(["</s>"])
     [hello, half, rest] = ids_of(llamas, "▁Hello", "é".encode())
-    end, decode, sizes = llamas.tokenizer.token_to_id("</s>"), llamas.decode, list[int]()
-
-    def counted(ids: list[int], **options: Any) -> str:
-        sizes.append(len(ids))
-        return str(decode(ids, **options))
-
-    llamas.decode = counted
+    end, decode, sizes = llamas.tokenizer.token_to_id("</s>"), llamas.decode, count_decoded(llamas)
     ids = [hello, *[end] * 100, hello, half, *[end] * 3, rest]
     detokenizer = Detokenizer(llamas)
     assert "".join(map(detokenizer.push, ([token] for token in ids))) == decode(ids)
     assert detokenizer.num_tokens == len(ids)
+    assert max(sizes) < 20
+
+
+@pytest.mark.parametrize("run", [b"\x80" * 100, b"\xe2" * 100, b"\xff\x97" * 50 + "é".encode()], ids="abc")
+def test_a_long_run_of_bytes_that_are_no_text_is_not_decoded_again_with_each(llamas: Any, run: bytes) -> None:
+    decode, sizes, detokenizer = llamas.decode, count_decoded(llamas), Detokenizer(llamas)
+    ids = ids_of(llamas, "▁Hello", run, "lo", "é".encode())
+    assert "".join(map(detokenizer.push, ([token] for token in ids))) == decode(ids)
+    assert max(sizes) < 20
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 5], ids="{} bytes a token".format)
+@pytest.mark.parametrize("seed", range(5))
+def test_characters_may_be_cut_by_each_of_many_tokens(cut: int, seed: int) -> None:
+    """As byte-level tokenizers cut rare scripts: no token ends where a character does. Some bytes are no text."""
+    dice = random.Random(seed)
+    data = b"a" + "".join(dice.choices("éह日🙂\ufffd", k=40)).encode() + dice.randbytes(40) + "हह".encode() * 40
+    letters = {byte: letter for letter, [byte] in _BYTE_OF.items()}
+    tokens = ["".join(letters[byte] for byte in data[at : at + cut]) for at in range(0, len(data), cut)]
+    tokenizer = Tokenizer(models.WordLevel({token: number for number, token in enumerate(dict.fromkeys(tokens))}, ""))
+    tokenizer.decoder = decoders.ByteLevel()
+    text: Any = SimpleNamespace(decode=lambda ids, **_: tokenizer.decode(ids))
+    sizes, detokenizer = count_decoded(text), Detokenizer(text)
+    pushed = [detokenizer.push([tokenizer.token_to_id(token)]) for token in tokens]
+    assert "".join(pushed) + detokenizer.push([], final=True) == data.decode(errors="replace")
     assert max(sizes) < 20
 
 
