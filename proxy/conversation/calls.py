@@ -200,11 +200,11 @@ class MistralCalls(CallParser):
         head = self._held.find("{", begin)
         if head < 0:
             known = self._held[begin:].partition("[")[0].rstrip(_BLANKS)
-            if known and not re.fullmatch(r"[\w.-]+", known):
+            if not any(name.startswith(known) for name in self._tools):
                 raise Malformed
             return None
         name = self._NAME.fullmatch(self._held, begin, head)
-        if name is None:
+        if name is None or name[1] not in self._tools:
             raise Malformed
         found = self._json(head)
         return found and (self._call(name[1], found[0]), found[1])

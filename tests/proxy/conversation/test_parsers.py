@@ -147,6 +147,14 @@ def test_mistral_calls_are_a_list_or_follow_their_names():
     assert calls_of("mistral", f"[TOOL_CALLS][]{listed}", single=True) == [("content", "[TOOL_CALLS][]"), *ROME]
 
 
+def test_what_is_no_name_of_a_tool_is_text_at_once():
+    """Held back until a brace came, a word without end was read again with each of its pieces."""
+    parser = CALL_PARSERS["mistral"](TOOLS)
+    held = [parser.feed(piece) for piece in ("[TOOL_CALLS]", " now", "a")]
+    assert ["".join(part.text for part in parts) for parts in held] == ["", "", "[TOOL_CALLS] nowa"]
+    assert calls_of("mistral", "[TOOL_CALLS]later{ [TOOL_CALLS]now{}") == [("content", "[TOOL_CALLS]later{"), *NOW]
+
+
 def test_xml_values_take_the_type_that_the_schema_gives_them():
     text = """<tool_call>
 <function=get_weather>
