@@ -80,8 +80,10 @@ class CompletionLogprobs:
         special tokens around it, and the space before its first word."""
         offsets = []
         for token_id in token_ids:
-            offsets.append(self._offset)
-            piece = self._characters.decode(self.shapes.texts.bytes_of(token_id))
+            own = self.shapes.texts.bytes_of(token_id)
+            piece = self._characters.decode(own)
+            before = len(piece) - len(codecs.utf_8_decode(own, "replace")[0])  # half a character that stays one
+            offsets.append(self._offset + max(0, before))
             if text is not None and not text.startswith(piece, self._offset):
                 if token_id in self.shapes.texts.added:
                     continue

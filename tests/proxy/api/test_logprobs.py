@@ -6,6 +6,7 @@ import asyncio
 import math
 import threading
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -219,3 +220,22 @@ def test_tokens_that_the_text_of_a_prompt_lacks_move_no_other(tmp_path, make):
     assert added & set(ids) or make is make_metaspace
     answer = TokenLogprob(ids[0], -0.5, 1, [])
     assert pieces.add([answer])["text_offset"] == [len(prompt)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([b"a", b"\xe2", b"b"], [0, 1, 2]),
+        ([b"\xe2", b"\xe2\x82", b"a"], [0, 1, 2]),
+        ([b"\xe0", b"\x80", b"d"], [0, 1, 2]),
+        ([b"a", b"\x80", b"b"], [0, 1, 2]),
+        ([b"\xf0\x9f", b"\x98", b"a"], [0, 0, 1]),
+        ([b"\xe2\x82", b"\x82 \xc3", b"\xa9", b"y"], [0, 0, 2, 3]),
+    ],
+    ids=str,
+)
+def test_offsets_behind_bytes_that_are_no_text_are_those_of_the_text(tokens, expected):
+    """The replacement of half a character comes once the next token shows that it stays one, and is not that one's."""
+    texts = SimpleNamespace(bytes_of=tokens.__getitem__, string_of=str, added={})
+    told = CompletionLogprobs(LogprobShapes(texts, 0)).add_prompt(range(len(tokens)), ())
+    assert told["text_offset"] == expected
