@@ -247,6 +247,8 @@ class LLM:
         both ends of each segment. A `decoder_prompt` takes the place of language, prompt and timestamps, and is checked
         as `whisper_prompt.options` says. Prompts are returned as `generate` does.
         """
+        if not (self.info.is_encoder_decoder and self.info.media_kind == "audio"):
+            raise invalid(f"{self.info.name} is no speech model: give clips to LLM.chat", "model")
         options = whisper_prompt.options(
             self.info, self.text, decoder_prompt=decoder_prompt, language=language, prompt=prompt, timestamps=timestamps
         )
@@ -299,6 +301,8 @@ class LLM:
     def _params_for(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or self.get_default_sampling_params()] * count
+        if len(params) != count:
+            raise invalid(f"{count} prompts with {len(params)} sampling parameters", "sampling_params")
         return list(params)
 
     def _with_texts(self, output: RequestOutput) -> RequestOutput:
@@ -347,8 +351,8 @@ class LLM:
         ]
         live = self._live[request_id] = _Live(parsed, media, params, continues and not self.info.is_encoder_decoder)
         live.unoffered.extend(slot.input_id for slot in slots)
-        self.decoder.add_request(Generate(request_id, token_ids, slots, params, priority))
         try:
+            self.decoder.add_request(Generate(request_id, token_ids, slots, params, priority))
             self._offer_some(request_id, live)
         except BaseException:
             self.abort(request_id)
@@ -555,7 +559,7 @@ def _chat_prompt(
             for part in content:
                 kind = part.get("type")
                 if kind in ("image", "audio", "video"):
-                    media.setdefault(kind, []).append(part[kind])
+                    media.setdefault(kind, []).append(part.get(kind))
                 elif kind != "text":
                     raise invalid(f"LLM.chat takes parts of type text, image, audio and video, not {kind}", "messages")
             content = [{k: v for k, v in part.items() if k in ("type", "text")} for part in content]

@@ -313,3 +313,26 @@ def test_beams_end_at_a_stop_string_with_their_tokens_as_with_their_text(llm: LL
     cut = llm.generate({"prompt_token_ids": [5, 6, 7]}, replace(params, stop=(whole.text[3],)))[0].outputs[0]
     end = whole.text.index(whole.text[3])
     assert (cut.text, cut.token_ids, cut.finish_reason) == (whole.text[:end], whole.token_ids[: end + 1], "stop")
+
+
+def test_parameters_of_a_wrong_type_leave_nothing_behind(llm: LLM) -> None:
+    with pytest.raises(TypeError):
+        llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=None))  # type: ignore[arg-type]
+    llm.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_as_many_parameters_as_prompts_are_needed(llm: LLM, count: int) -> None:
+    with pytest.raises(TriptychError, match=f"^2 prompts with {count} sampling parameters$"):
+        llm.generate([[5, 6, 7], [6, 7, 5]], [GREEDY] * count)
+    assert llm.decoder.is_empty()
+
+
+def test_a_model_without_a_decoder_of_speech_transcribes_nothing(llm: LLM) -> None:
+    with pytest.raises(TriptychError, match="is no speech model: give clips to"):
+        llm.transcribe((tone(0.1)[:, 0], 16000))
+
+
+def test_a_part_without_its_media_is_refused(llm: LLM) -> None:
+    with pytest.raises(TriptychError, match=r"a media item is bytes, .*; this NoneType cannot be read"):
+        llm.chat([{"role": "user", "content": [{"type": "image", "url": "sign.png"}]}], GREEDY)
