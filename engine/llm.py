@@ -82,10 +82,8 @@ STAGED_BYTES = 128 * 2**20
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """A generated sequence. `logprobs` are per token if requested; `score` is a beam's.
-
-    `prefix_token_ids` were generated before it and belong to the prompt: the language that Whisper detects.
-    """
+    """A generated sequence. `logprobs` are per token if requested; `score` is a beam's. `prefix_token_ids` were
+    generated before it and belong to the prompt: the language that Whisper detects."""
 
     index: int
     text: str
@@ -263,18 +261,12 @@ class LLM:
         from engine.media.audio import decode_audio
 
         rate = int(self.info.preprocessor.get("sampling_rate", 16000))
-        samples = decode_audio(_media_bytes(audio), rate, self.info.max_encoder_tokens * FRAME_S)
+        duration_s = len(decode_audio(_media_bytes(audio), rate, self.info.max_encoder_tokens * FRAME_S)) / rate
         [said], spoken = output.outputs, options["language"]
-        language = whisper_prompt.language_code(spoken) if spoken else None
-        if said.prefix_token_ids:
-            language = whisper_prompt.detected_language(self.info, said.prefix_token_ids)
+        detected = whisper_prompt.detected_language(self.info, said.prefix_token_ids)
+        language = whisper_prompt.language_code(spoken) if spoken else detected
         ids, sampling = alignment_request(
-            self.info,
-            self.text,
-            said.token_ids,
-            language=language,
-            task=options["task"],
-            duration_s=len(samples) / rate,
+            self.info, self.text, said.token_ids, language=language, task=options["task"], duration_s=duration_s
         )
         prompt: TokensPrompt = {"prompt_token_ids": ids, "multi_modal_data": {"audio": audio}}
         [answer] = self._run([self.add(prompt, sampling)])
@@ -518,33 +510,23 @@ class LLM:
         sequence.text += sequence.detokenizer.push(shown, final=reason is not None)
         sequence.token_ids += event.token_ids
         sequence.logprobs += event.logprobs
-        end = None
+        kept = slice(num_forced, None)
         if sequence.detokenizer.stopped:
-            reason, end = "stop", num_forced + sequence.detokenizer.num_tokens
+            reason, kept = "stop", slice(num_forced, num_forced + sequence.detokenizer.num_tokens)
             self.decoder.stop_sequence(event.request_id, event.index)
         if reason is not None:
-            prefix, token_ids = sequence.token_ids[:num_forced], sequence.token_ids[num_forced:end]
-            logprobs = sequence.logprobs[num_forced:end]
+            ids, logprobs = sequence.token_ids, sequence.logprobs[kept]
             sequence.output = CompletionOutput(
-                event.index, sequence.text, token_ids, reason, logprobs, event.score, prefix
+                event.index, sequence.text, ids[kept], reason, logprobs, event.score, ids[:num_forced]
             )
 
     def _finish(self, event: Tokens, live: _Live) -> None:
         self.abort(event.request_id)
         outputs = [one.output for _, one in sorted(live.sequences.items()) if one.output is not None]
-        prompt = live.prompt
-        self._outputs[event.request_id] = RequestOutput(
-            event.request_id,
-            prompt.prompt_token_ids,
-            event.num_prompt_tokens,
-            outputs,
-            event.spans,
-            event.num_cached_tokens,
-            live.prompt_logprobs,
-            prompt.prompt,
-            prompt.encoder_prompt,
-            prompt.encoder_prompt_token_ids,
-        )
+        request_id, prompt = event.request_id, live.prompt
+        of_answer = event.num_prompt_tokens, outputs, event.spans, event.num_cached_tokens, live.prompt_logprobs
+        of_prompt = prompt.prompt, prompt.encoder_prompt, prompt.encoder_prompt_token_ids
+        self._outputs[request_id] = RequestOutput(request_id, prompt.prompt_token_ids, *of_answer, *of_prompt)
 
 
 def _chat_prompt(

@@ -316,10 +316,9 @@ class Detokenizer:
         before = self.text.decode(self._ids[self._prefix : self._read], skip_special_tokens=self.skip_special_tokens)
         now = self.text.decode(self._ids[self._prefix :], skip_special_tokens=self.skip_special_tokens)
         shown, unread = len(before) - self._half, len(self._ids) - self._read
-        if now == before and not final:
-            if unread >= _TAIL_TOKENS:  # special tokens, without any text
-                self._begin -= unread
-                del self._ids[self._read :]
+        if now == before and unread >= _TAIL_TOKENS and not final:  # special tokens, without any text
+            self._begin -= unread
+            del self._ids[self._read :]
         elif len(now) > shown and (final or unread >= _TAIL_TOKENS or not now.endswith("\ufffd")):
             self._prefix, self._read = self._read, len(self._ids)
             self._half = int(now.endswith("\ufffd") and not final)

@@ -128,7 +128,7 @@ def _windows(json: dict[str, Any], kind: str, max_model_len: int) -> tuple[int |
 
 def sliding_layers(json: dict[str, Any], kind: str) -> list[bool]:
     """Return which layers have a window, by the `kind` of the model."""
-    num_layers = int(json["num_hidden_layers"])
+    num_layers, given = int(json["num_hidden_layers"]), json.get("layer_types")
     if kind.startswith("mistral"):  # those of Ministral, which calls itself Mistral, have `layer_types`
         default = [True] * num_layers
     elif kind.startswith("gemma3"):
@@ -138,9 +138,7 @@ def sliding_layers(json: dict[str, Any], kind: str) -> list[bool]:
         first = int(json.get("max_window_layers", _MAX_WINDOW_LAYERS))
         default = [index >= first for index in range(num_layers)]
     else:
-        full = set(json.get("layer_types") or ()) == {"full_attention"}
-        if json.get("sliding_window") and not (full or kind.startswith("qwen")):
+        if json.get("sliding_window") and not kind.startswith("qwen") and {*(given or ())} != {"full_attention"}:
             raise ValueError(f"sliding_window of model_type {kind!r} is not supported")
         return [False] * num_layers
-    given = json.get("layer_types")
     return default if given is None else [layer_type == "sliding_attention" for layer_type in given]

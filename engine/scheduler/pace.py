@@ -3,10 +3,11 @@
     time of a step  =  time of the decoding rows  +  prompt tokens * time of one in their context
 
 Both times are learned from the steps that ran, on any device: means by powers of two, of rows and of context. The
-first prompt shows the time of a token, and the first step of decoding rows, which runs without prompts, theirs. A step
-with too many prompt tokens holds up every stream of the engine. With an objective, prompts get the time that is left
-(stall-free batching, Sarathi-Serve, Agrawal et al., 2024, there with a fixed budget of tokens). Without an objective of
-the user, prompts get three quarters of the time, and more where they would wait longer than CLEAR_S for it.
+first prompt shows the time of a token, a short one with little weight, and the first step of decoding rows, which runs
+without prompts, theirs. A step with too many prompt tokens holds up every stream of the engine. With an objective,
+prompts get the time that is left (stall-free batching, Sarathi-Serve, Agrawal et al., 2024, there with a fixed budget
+of tokens). Without an objective of the user, prompts get three quarters of the time, and more where they would wait
+longer than CLEAR_S for it.
 
 A GPU works while a step is launched, and takes as long for a few tokens as for decoding rows: it reads the weights.
 Neither is the time of prompt tokens; were it taken for theirs, chunks would become as small as can be.
@@ -96,10 +97,7 @@ class PrefillPace:
 
 
 class _Means:
-    """Running means of times, by the power of two of a size.
-
-    A time per token weighs as its tokens among all until then: that of the first prompt, of a few, says little.
-    """
+    """Running means of times, by the power of two of a size. That of a token weighs as its tokens among all so far."""
 
     def __init__(self) -> None:
         self._means: dict[int, float] = {}
@@ -107,10 +105,8 @@ class _Means:
 
     def at(self, size: int) -> float | None:
         """Return the mean for `size`, else the mean for the nearest size; None before the first time."""
-        key = size.bit_length()
-        if key in self._means or not self._means:
-            return self._means.get(key)
-        return self._means[min(self._means, key=lambda other: abs(other - key))]
+        nearest = min(self._means, key=lambda other: abs(other - size.bit_length()), default=0)
+        return self._means.get(nearest)
 
     def add(self, size: int, seconds: float, tokens: int = 0) -> None:
         key = size.bit_length()
