@@ -26,6 +26,12 @@ from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
 from common.text.processor import TextProcessor
 
+NOT_COMPUTED = (
+    *("exponential_decay_length_penalty", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size"),
+    *("sequence_bias", "typical_p", "epsilon_cutoff", "eta_cutoff", "guidance_scale"),
+)
+"""Rules of generation_config.json that transformers has; None, 0 and 1 turn them off."""
+
 
 class TextPrompt(TypedDict, total=False):
     """`prompt` text; `multi_modal_data` like {"image": [...]} or {"audio": ...}, an item per placeholder."""

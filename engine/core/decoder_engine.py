@@ -13,6 +13,8 @@ from common.config import EngineConfig
 from common.errors import TriptychError
 from common.messages import KV_INPUT_ID, Failed, Generate, KvOffer, Offer
 from common.model_info import ModelInfo
+from common.telemetry import get_logger
+from common.text.prompts import NOT_COMPUTED
 from engine.attention.metadata import cross_plans_reused
 from engine.cache.block_manager import BlockManager
 from engine.cache.block_pool import BlockPool, IntegrityError
@@ -36,6 +38,8 @@ from engine.state.engine_state import EngineState
 from engine.state.events import Event
 from engine.state.spec import Table
 
+log = get_logger()
+
 LEASE_S = 30.0
 
 
@@ -58,6 +62,9 @@ class DecoderEngine:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         self.info, self.config = info, config
+        rules = info.generation or info.text_config
+        if unread := [name for name in NOT_COMPUTED if rules.get(name) not in (None, 0, 1)]:
+            log.warning("rules of generation_config.json are not computed", rules=unread)
         self.runner = load_runner(info, config, beside_bytes)
         self.cache = EncoderCacheManager(self.runner.memory.encoder_cache)
         host_pool = BlockPool(self.runner.num_host_blocks + 1)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 from tokenizers import Tokenizer, decoders
 
 from common.errors import TriptychError
@@ -99,6 +100,25 @@ def test_prompts_without_parameters_are_sampled_as_generation_config_says(tmp_pa
     conversation = [{"role": "user", "content": "red"}]
     [output] = llm.chat(conversation, GREEDY, return_prompts=True, chat_template_kwargs={"more": " sign"})
     assert output.prompt == "red sign"
+
+
+@pytest.mark.parametrize(
+    ("rules", "told"),
+    [
+        ({"exponential_decay_length_penalty": [5, 1.01], "encoder_repetition_penalty": 1.2, "typical_p": 0.9}, 3),
+        ({"exponential_decay_length_penalty": None, "encoder_repetition_penalty": 1.0, "epsilon_cutoff": 0.0}, 0),
+    ],
+    ids=["set", "neutral"],
+)
+def test_rules_of_a_checkpoint_that_are_not_computed_are_told_once(
+    tmp_path: Path, rules: dict[str, object], told: int
+) -> None:
+    folder = make_qwen3(tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, **rules}))
+    with capture_logs() as logs:
+        LLM(folder).generate([[5, 6], [6, 5]], GREEDY)
+    found = [one["rules"] for one in logs if one["event"] == "rules of generation_config.json are not computed"]
+    assert found == ([list(rules)] if told else [])
 
 
 def test_a_completion_begins_with_the_blank_behind_the_prompt_and_a_chat_with_a_word(tmp_path: Path) -> None:
