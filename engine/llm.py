@@ -504,20 +504,18 @@ class LLM:
             self._finish(event, live)
 
     def _grow(self, event: Tokens, live: _Live, sequence: _LiveSequence) -> None:
-        reason, num_forced = event.finish_reason, len(live.sampling.prefix_allowed)
-        begin = max(0, num_forced - len(sequence.token_ids))
-        shown = event.token_ids[begin : -1 if reason == "stop" else None]  # without the token that ended it
+        ids, reason, num_forced = sequence.token_ids, event.finish_reason, len(live.sampling.prefix_allowed)
+        shown = event.token_ids[max(0, num_forced - len(ids)) : -1 if reason == "stop" else None]  # without the end
         sequence.text += sequence.detokenizer.push(shown, final=reason is not None)
-        sequence.token_ids += event.token_ids
+        ids += event.token_ids
         sequence.logprobs += event.logprobs
         kept = slice(num_forced, None)
         if sequence.detokenizer.stopped:
             reason, kept = "stop", slice(num_forced, num_forced + sequence.detokenizer.num_tokens)
             self.decoder.stop_sequence(event.request_id, event.index)
         if reason is not None:
-            ids, logprobs = sequence.token_ids, sequence.logprobs[kept]
             sequence.output = CompletionOutput(
-                event.index, sequence.text, ids[kept], reason, logprobs, event.score, ids[:num_forced]
+                event.index, sequence.text, ids[kept], reason, sequence.logprobs[kept], event.score, ids[:num_forced]
             )
 
     def _finish(self, event: Tokens, live: _Live) -> None:

@@ -58,9 +58,8 @@ def read_text_config(info: ModelInfo) -> TextConfig:
     head_dim = int(json.get("head_dim") or json["hidden_size"] // num_heads)
     rope = _rope(json, info.config.get("text_config") or info.config)
     mrope_section = _MROPE_SECTIONS.get(info.family.name)
-    axes: Any = rope.get("mrope_section", mrope_section)  # time, height, width
-    interleaved = info.family.name == "qwen3_vl"  # which takes what fits
-    if mrope_section and not interleaved and (len(axes), sum(axes)) != (3, head_dim // 2):
+    axes: Any = rope.get("mrope_section", mrope_section)  # time, height, width; Qwen3-VL takes of them what fits
+    if mrope_section and info.family.name != "qwen3_vl" and (len(axes), sum(axes)) != (3, head_dim // 2):
         raise ValueError(f"mrope_section {axes} is not three numbers with the sum {head_dim // 2}, half of head_dim")
     qwen2, qwen3 = kind.startswith("qwen2"), kind.startswith("qwen3")
     biased = bool(json.get("attention_bias", False)) and not qwen2
@@ -76,7 +75,7 @@ def read_text_config(info: ModelInfo) -> TextConfig:
         max_position_embeddings=int(json["max_position_embeddings"]),
         rope=rope,
         mrope_section=mrope_section and (int(axes[0]), int(axes[1]), int(axes[2])),
-        mrope_interleaved=interleaved,
+        mrope_interleaved=info.family.name == "qwen3_vl",
         qkv_bias=biased or qwen2,
         o_bias=biased,
         mlp_bias=bool(json.get("mlp_bias", False)),

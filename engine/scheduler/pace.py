@@ -3,11 +3,10 @@
     time of a step  =  time of the decoding rows  +  prompt tokens * time of one in their context
 
 Both times are learned from the steps that ran, on any device: means by powers of two, of rows and of context. The
-first prompt shows the time of a token, a short one with little weight, and the first step of decoding rows, which runs
-without prompts, theirs. A step with too many prompt tokens holds up every stream of the engine. With an objective,
-prompts get the time that is left (stall-free batching, Sarathi-Serve, Agrawal et al., 2024, there with a fixed budget
-of tokens). Without an objective of the user, prompts get three quarters of the time, and more where they would wait
-longer than CLEAR_S for it.
+first prompt shows the time of a token, and the first step of decoding rows, which runs without prompts, theirs. A step
+with too many prompt tokens holds up every stream of the engine. With an objective, prompts get the time that is left
+(stall-free batching, Sarathi-Serve, Agrawal et al., 2024, there with a fixed budget of tokens). Without an objective of
+the user, prompts get three quarters of the time, and more where they would wait longer than CLEAR_S for it.
 
 A GPU works while a step is launched, and takes as long for a few tokens as for decoding rows: it reads the weights.
 Neither is the time of prompt tokens; were it taken for theirs, chunks would become as small as can be.
@@ -105,8 +104,7 @@ class _Means:
 
     def at(self, size: int) -> float | None:
         """Return the mean for `size`, else the mean for the nearest size; None before the first time."""
-        nearest = min(self._means, key=lambda other: abs(other - size.bit_length()), default=0)
-        return self._means.get(nearest)
+        return self._means.get(min(self._means, key=lambda other: abs(other - size.bit_length()), default=0))
 
     def add(self, size: int, seconds: float, tokens: int = 0) -> None:
         key = size.bit_length()

@@ -80,8 +80,7 @@ class CompletionLogprobs:
         special tokens around it, and the space before its first word."""
         offsets = []
         for token_id in token_ids:
-            own = self.shapes.texts.bytes_of(token_id)
-            piece = self._characters.decode(own)
+            piece = self._characters.decode(own := self.shapes.texts.bytes_of(token_id))
             before = len(piece) - len(codecs.utf_8_decode(own, "replace")[0])  # half a character that stays one
             offsets.append(self._offset + max(0, before))
             if text is not None and not text.startswith(piece, self._offset):
