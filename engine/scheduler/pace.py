@@ -82,12 +82,12 @@ class PrefillPace:
         rows_s = self._rows_s.at(rows) if rows else None
         if launch_s:
             self._launch_s.add(0, launch_s)
-        if launch_s or not rows:
+        if launch_s or not rows or token_s is None:
             if rows or token_s is None:
                 others_s = max(launch_s, rows_s or 0.0)
                 self._token_s.add(context, max((seconds - others_s) / tokens, _LEAST_TOKEN_S), tokens)
             return
-        if rows_s is None or token_s is None:
+        if rows_s is None:
             return
         # Where every step has prompts, no step shows the rows alone: both parts share the error of the sum.
         error = seconds / (rows_s + tokens * token_s)

@@ -220,3 +220,15 @@ def test_a_first_prompt_of_few_tokens_says_little_about_those_of_others(device: 
             device.run(pace, 4, chunk, 300 - left)
             left, num_steps = left - chunk, num_steps + 1
     assert num_steps <= 12
+
+
+@pytest.mark.parametrize("device", [Device(), Gpu(launch_s=0.001)], ids=["cpu", "gpu"])
+def test_prompts_that_never_run_alone_show_the_time_of_a_token(device: Device) -> None:
+    """As where the first requests of a worker have prompts of one token, or KV from elsewhere, and go on."""
+    pace = PrefillPace(OBJECTIVE_S)
+    device.run(pace, 4, 0)
+    assert pace.limit(4, 0, 1000) is None
+    device.run(pace, 4, 1000)
+    for _ in range(5):
+        seconds = device.run(pace, 4, pace.limit(4, 0, 1000) or 1000)
+    assert seconds == pytest.approx(OBJECTIVE_S, rel=0.1)
