@@ -284,10 +284,10 @@ def _parse_singleton(prompt: SingletonPrompt | None, encode: Callable[[str, str]
         return _Singleton(encode(prompt, param), prompt, {})
     if isinstance(prompt, list | tuple):
         return _Singleton(_token_ids(prompt, param), None, {})
-    if not isinstance(prompt, dict):
-        raise _bad_format(prompt, param)
     fields = cast(dict[str, Any], prompt)
-    media: dict[str, Any] = fields.get("multi_modal_data") or {}
+    media = fields.get("multi_modal_data") or {} if isinstance(prompt, dict) else None
+    if not isinstance(media, dict):
+        raise _bad_format(prompt, param)
     for key in ("prompt_token_ids", "prompt_tokens"):
         if fields.get(key) is not None:
             return _Singleton(_token_ids(fields[key], param), None, media)
@@ -308,7 +308,7 @@ def _token_ids(value: Any, param: str) -> list[int]:
 def _bad_format(prompt: Any, param: str) -> TriptychError:
     given = f"a dict of {', '.join(map(str, prompt)) or 'nothing'}" if isinstance(prompt, dict) else f"{prompt!r:.80}"
     message = (
-        "a prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`; encoder-decoder "
-        f"models take a dict with `encoder_prompt` and `decoder_prompt` of these, too; not {given}"
+        "a prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`, and media by kind as "
+        f"`multi_modal_data`; encoder-decoder models take {{`encoder_prompt`, `decoder_prompt`}} of these; not {given}"
     )
     return invalid(message, param)

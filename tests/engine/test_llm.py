@@ -356,3 +356,10 @@ def test_a_model_without_a_decoder_of_speech_transcribes_nothing(llm: LLM) -> No
 def test_a_part_without_its_media_is_refused(llm: LLM) -> None:
     with pytest.raises(TriptychError, match=r"a media item is bytes, .*; this NoneType cannot be read"):
         llm.chat([{"role": "user", "content": [{"type": "image", "url": "sign.png"}]}], GREEDY)
+
+
+@pytest.mark.parametrize("media", [[noise(56, 56)], noise(56, 56), "sign.png"], ids=["list", "picture", "path"])
+def test_media_that_do_not_stand_by_kind_are_refused(llm: LLM, media: object) -> None:
+    prompt = {**with_picture(llm, (56, 56)), "multi_modal_data": media}
+    with pytest.raises(TriptychError, match="media by kind as `multi_modal_data`"):
+        llm.generate([prompt], GREEDY)  # type: ignore[list-item]
