@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Annotated, Final, Literal, TypeAlias, TypeVar, get_args
+from collections.abc import Callable
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
 
@@ -438,14 +439,10 @@ FromWorker: TypeAlias = Tokens | Encoded | Prefilled | InputNeeded | Failed
 """Replies of a worker about a request. The wire carries heartbeats beside these."""
 HandoffMessage: TypeAlias = Offer | KvOffer | Withdraw | Grant | Receipt
 
-_encoder = msgspec.msgpack.Encoder()
-_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
-_from_worker: msgspec.msgpack.Decoder[FromWorker | Heartbeat] = msgspec.msgpack.Decoder(FromWorker | Heartbeat)
-_handoff: msgspec.msgpack.Decoder[HandoffMessage] = msgspec.msgpack.Decoder(HandoffMessage)
-_record = msgspec.msgpack.Decoder(InstanceRecord)
-_placed = msgspec.msgpack.Decoder(Placed)
-
 T = TypeVar("T")
+Decode: TypeAlias = Callable[[bytes | memoryview], T]
+
+_encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -460,35 +457,37 @@ def _with_deadline(message: T, by_s: float) -> T:
     return msgspec.structs.replace(message, deadline_s=message.deadline_s + by_s)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview, cap: int) -> T:
-    if len(data) > cap:
-        raise invalid(f"a message of {len(data)} bytes is over the cap of {cap}")
-    try:
-        return _with_deadline(decoder.decode(data), time.monotonic())
-    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:  # ValueError: text that is none
-        raise invalid(f"not a valid message: {error!s:.500}") from error
+def make_decode(kind: type[T] | Any) -> Decode[T]:
+    """Return a decoder of messages of `kind`, a type or a union. The decoder raises ValueError on any other input."""
+    decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
+
+    def decode(data: bytes | memoryview) -> T:
+        try:
+            return decoder.decode(data)
+        except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:  # ValueError: no text
+            raise ValueError(f"not a valid message: {error!s:.500}") from error
+
+    return decode
 
 
-def decode_to_worker(data: bytes | memoryview) -> ToWorker:
-    """Return a message from a proxy. Raises TriptychError("invalid_request") on any other bytes."""
-    return _decode(_to_worker, data, MAX_MEDIA_BYTES + MAX_CONTROL_BYTES)
+def _make_capped(kind: type[T] | Any, cap: int = MAX_CONTROL_BYTES) -> Decode[T]:
+    """Return a decoder of messages of `kind` with deadlines. The decoder raises TriptychError("invalid_request") on any
+    other bytes, and on more than `cap`."""
+    decode: Decode[T] = make_decode(kind)
+
+    def decode_capped(data: bytes | memoryview) -> T:
+        if len(data) > cap:
+            raise invalid(f"a message of {len(data)} bytes is over the cap of {cap}")
+        try:
+            return _with_deadline(decode(data), time.monotonic())
+        except ValueError as error:
+            raise invalid(str(error)) from error
+
+    return decode_capped
 
 
-def decode_from_worker(data: bytes | memoryview) -> FromWorker | Heartbeat:
-    """Return a message from a worker. Raises TriptychError("invalid_request") on any other bytes."""
-    return _decode(_from_worker, data, MAX_CONTROL_BYTES)
-
-
-def decode_handoff(data: bytes | memoryview) -> HandoffMessage:
-    """Return an offer, grant or receipt. Raises TriptychError("invalid_request") on any other bytes."""
-    return _decode(_handoff, data, MAX_CONTROL_BYTES)
-
-
-def decode_record(data: bytes | memoryview) -> InstanceRecord:
-    """Return a registry entry. Raises TriptychError("invalid_request") on any other bytes."""
-    return _decode(_record, data, 64 * 2**10)
-
-
-def decode_placed(data: bytes) -> Placed:
-    """Return where another proxy placed a prompt. Raises TriptychError("invalid_request") on any other bytes."""
-    return _decode(_placed, data, MAX_CONTROL_BYTES)
+decode_to_worker: Final[Decode[ToWorker]] = _make_capped(ToWorker, MAX_MEDIA_BYTES + MAX_CONTROL_BYTES)
+decode_from_worker: Final[Decode[FromWorker | Heartbeat]] = _make_capped(FromWorker | Heartbeat)
+decode_handoff: Final[Decode[HandoffMessage]] = _make_capped(HandoffMessage)
+decode_record: Final[Decode[InstanceRecord]] = _make_capped(InstanceRecord, 64 * 2**10)
+decode_placed: Final[Decode[Placed]] = _make_capped(Placed)

@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, ClassVar, Final, Protocol, TypeAlias, TypeVar
-
-import msgspec
+from typing import ClassVar, Final, Protocol, TypeAlias, TypeVar
 
 from broker.transports.received import Received
 from common.errors import TriptychError
@@ -89,19 +87,3 @@ class Connection(Protocol[Sent]):
 
     def close(self) -> None:
         """Close the connection and free the memory; pending sends fail, by their deadline at the latest. Idempotent."""
-
-
-M = TypeVar("M")
-
-
-def make_decode(kind: type[M] | Any) -> Callable[[bytes | memoryview], M]:
-    """Return a decoder of messages of `kind`, a type or a union. The decoder raises ValueError on any other input."""
-    decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(kind)
-
-    def decode(data: bytes | memoryview) -> M:
-        try:
-            return decoder.decode(data)
-        except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
-            raise ValueError(f"not a valid message: {error!s:.500}") from error
-
-    return decode

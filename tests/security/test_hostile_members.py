@@ -13,7 +13,6 @@ import zmq.asyncio
 from redis.asyncio import Redis
 
 from broker.handoff.channels import stream_key
-from broker.transports.base import make_decode
 from broker.transports.factory import TransportContext
 from broker.transports.tensors import TensorSender
 from common.messages import (
@@ -28,6 +27,7 @@ from common.messages import (
     TensorHeader,
     Tokens,
     encode,
+    make_decode,
 )
 from common.sampling_params import SamplingParams
 from services.roles.decoder import DecodeService, PrefillDecodeService

@@ -10,15 +10,13 @@ All but the greeting is as on every link: see linked.wire.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-from broker.transports.base import make_decode
 from broker.transports.cuda.runtime import HANDLE_BYTES
 from broker.transports.linked.wire import NONCE_BYTES, Announce
-from common.messages import Count
+from common.messages import Count, Decode, make_decode
 
 VERSION: Final = 2
 
@@ -34,4 +32,4 @@ class ArenaHello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 ToReceiver: TypeAlias = ArenaHello | Announce
-for_receiver: Final[Callable[[bytes | memoryview], ToReceiver]] = make_decode(ToReceiver)
+for_receiver: Final[Decode[ToReceiver]] = make_decode(ToReceiver)

@@ -8,13 +8,12 @@ sender    Hello, with an arena          -->
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-from broker.transports.base import QUEUE_TENSORS, make_decode
-from common.messages import Count, TensorHeader
+from broker.transports.base import QUEUE_TENSORS
+from common.messages import Count, Decode, TensorHeader, make_decode
 
 NONCE_BYTES: Final = 16
 
@@ -43,4 +42,4 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 ToSender: TypeAlias = Welcome | Release
-for_sender: Final[Callable[[bytes | memoryview], ToSender]] = make_decode(ToSender)
+for_sender: Final[Decode[ToSender]] = make_decode(ToSender)

@@ -12,13 +12,11 @@ memory has another: without `Complete` for the abandoned tensor, it hands out no
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
-from broker.transports.base import make_decode
-from common.messages import Count, TensorHeader
+from common.messages import Count, Decode, TensorHeader, make_decode
 
 Kind: TypeAlias = Literal["DRAM", "VRAM"]
 """NIXL's names for memory of the host and of a GPU."""
@@ -101,5 +99,5 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
 
 ToReceiver: TypeAlias = Greeting | ReadablePiece | Complete | Goodbye
 ToSender: TypeAlias = ReceiverGreeting | Refusal | Taken
-for_receiver: Final[Callable[[bytes | memoryview], ToReceiver]] = make_decode(ToReceiver)
-for_sender: Final[Callable[[bytes | memoryview], ToSender]] = make_decode(ToSender)
+for_receiver: Final[Decode[ToReceiver]] = make_decode(ToReceiver)
+for_sender: Final[Decode[ToSender]] = make_decode(ToSender)

@@ -10,15 +10,14 @@ Every key lasts for LEASE_S and is renewed by the sender: after any death or los
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, cast
 
 import msgspec
 from redis.asyncio import Redis
 
-from broker.transports.base import make_decode
-from common.messages import Count, Id, TensorHeader, encode
+from common.messages import Count, Decode, Id, TensorHeader, encode, make_decode
 
 SCHEME: Final = "redis+list"
 CHUNK_BYTES: Final = 4 * 2**20
@@ -44,7 +43,7 @@ class Passing(msgspec.Struct, frozen=True):
     header: TensorHeader
 
 
-decode_passing: Final[Callable[[bytes], Passing]] = make_decode(Passing)
+decode_passing: Final[Decode[Passing]] = make_decode(Passing)
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,12 @@ or, where memory is shared before the tensor is computed (see push_buffer):
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-from broker.transports.base import make_decode
 from broker.transports.linked.wire import NONCE_BYTES, Announce
-from common.messages import Count, TensorHeader
+from common.messages import Count, Decode, TensorHeader, make_decode
 
 SCHEME: Final = "shm+unix"
 VERSION: Final = 4
@@ -64,4 +62,4 @@ class PushWithdraw(msgspec.Struct, frozen=True, tag="take_back"):
 
 
 ToReceiver: TypeAlias = Hello | Announce | AnnounceBatch | PushOffer | Written | PushWithdraw
-for_receiver: Final[Callable[[bytes | memoryview], ToReceiver]] = make_decode(ToReceiver)
+for_receiver: Final[Decode[ToReceiver]] = make_decode(ToReceiver)

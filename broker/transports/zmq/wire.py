@@ -9,13 +9,11 @@ make the receiver allocate a large tensor at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 import msgspec
 
-from broker.transports.base import make_decode
-from common.messages import Count, Digest, TensorHeader
+from common.messages import Count, Decode, Digest, TensorHeader, make_decode
 
 PIECE_BYTES: Final = 2 * 2**20
 """With 1 MiB the cost per message shows; with 4 MiB and more, a thread waits for another thread's pass."""
@@ -40,7 +38,7 @@ class Next(msgspec.Struct, frozen=True, tag="next"):
 
 
 Head = TensorHeader | First | Next
-_decode: Final[Callable[[bytes | memoryview], Head]] = make_decode(Head)
+_decode: Final[Decode[Head]] = make_decode(Head)
 
 
 def is_divided(header: TensorHeader, num_bytes: int) -> bool:

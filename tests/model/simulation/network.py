@@ -22,7 +22,6 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from broker.cluster.registry import RECORD_TTL_S
 from broker.cluster.rpc import Outcome
 from broker.handoff.channels import ChannelName
-from broker.transports.base import make_decode
 from broker.transports.checksums import with_checksum
 from broker.transports.received import ReceivedTensor
 from common.errors import TriptychError
@@ -37,6 +36,7 @@ from common.messages import (
     decode_from_worker,
     decode_handoff,
     encode,
+    make_decode,
 )
 
 T = TypeVar("T")
