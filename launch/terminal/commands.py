@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from launch.cli.options import ModelArgument, Url, takes_settings
 from launch.cluster.configure import Flags, load_settings
 
-Level = Annotated[str, typer.Option(metavar="debug|info|warning|error|critical", help="Least level of the lines.")]
+Level = Literal["debug", "info", "warning", "error", "critical"]
 
 
 @takes_settings("topology", "host", "port", "broker", "engine.device", "engine.dtype")
@@ -39,7 +39,7 @@ def logs(
     flags: Flags,
     instance: Annotated[str | None, typer.Argument(help="Such as e0 or proxy.", show_default="all")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines, until Ctrl-C.")] = False,
-    level: Level = "debug",
+    level: Annotated[Level, typer.Option(help="Least level of the lines.")] = "debug",
 ) -> None:
     """Print the logs of the cluster that `triptych serve` runs on this machine, in order of time.
 
@@ -51,12 +51,9 @@ def logs(
 
     --port tells clusters of one name apart. What is logged at all is said at the start: `serve --log-level debug`.
     """
-    from common.errors import invalid
     from launch.cluster.local_registry import find_local
-    from launch.terminal.logs import LEVELS, show_logs
+    from launch.terminal.logs import show_logs
 
-    if level not in LEVELS:
-        raise invalid(f"level = {level!r}: should be {', '.join(LEVELS)}", "level")
     entry = find_local(load_settings(flags))
     raise typer.Exit(show_logs(entry, instance, level, entry.is_alive if follow else None))
 
