@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Union, cast, get_args, get_origin
@@ -23,6 +22,8 @@ from pydantic_settings import (
     SettingsConfigDict,
     TomlConfigSettingsSource,
 )
+
+from common.errors import closest as closest
 
 ENV_PREFIX: Final = "TRIPTYCH_"
 DEFAULT_FILE: Final = "triptych.toml"
@@ -415,14 +416,6 @@ def explain(error: ValidationError, model: type[BaseModel], given: Container[str
             value = "(secret)" if name in _SECRETS else repr(detail["input"])
             found.append(f"{name} = {value}: {detail['msg'][0].lower()}{detail['msg'][1:]}")
     return "; ".join(found)
-
-
-def closest(name: str, known: Iterable[str]) -> str:
-    """Return the end of a sentence that offers the closest known name, rather one that begins alike; empty without."""
-    close = get_close_matches(name, known)
-    ratios = {one: SequenceMatcher(None, one, name).ratio() + 0.1 * (one[:3] == name[:3]) for one in close}
-    best = max(ratios, key=ratios.__getitem__, default="")
-    return f"; did you mean {best!r}?" if best else ""
 
 
 def _shown(value: Any) -> str:

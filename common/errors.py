@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import SequenceMatcher, get_close_matches
 from typing import Final, Literal
 
 import msgspec
@@ -75,3 +77,11 @@ def words_of(error: BaseException) -> str:
 def invalid(message: str, param: str | None = None) -> TriptychError:
     """Return the error of a request that is wrong in the field `param`."""
     return TriptychError("invalid_request", message, param)
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """Return the end of a sentence that offers the closest known name, rather one that begins alike; empty without."""
+    close = get_close_matches(name, known)
+    ratios = {one: SequenceMatcher(None, one, name).ratio() + 0.1 * (one[:3] == name[:3]) for one in close}
+    best = max(ratios, key=ratios.__getitem__, default="")
+    return f"; did you mean {best!r}?" if best else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import re
@@ -14,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from common.errors import TriptychError, invalid
+from common.errors import TriptychError, closest, invalid
 from common.families import Family, MediaKind, find_family
 from common.quantisation import Quantisation, read_quantisation
 from common.sampling_params import SamplingParams
@@ -138,16 +137,13 @@ def resolve_model(model: str) -> Path:
         return BUNDLED / model
     if (Path(model) / "config.json").is_file():
         return Path(model).resolve()
-    bundled = ", ".join(sorted(path.name for path in BUNDLED.iterdir() if (path / "config.json").is_file()))
-    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
     if Path(model).exists():
         raise TriptychError("model_not_found", f"{model!r} is not a model folder: it has no config.json", "model")
-    if is_path or model.count("/") != 1:
-        found = (
-            "the folder does not exist" if is_path else f"neither a folder, nor a hub id (owner/name), nor {bundled}"
-        )
-        close = difflib.get_close_matches(model, bundled.split(", "), n=1)
-        found += f"; did you mean {close[0]!r}?" if close else ""
+    if not is_hub_id(model):
+        bundled = sorted(path.name for path in BUNDLED.iterdir() if (path / "config.json").is_file())
+        is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
+        names = f"neither a folder, nor a hub id (owner/name), nor {', '.join(bundled)}"
+        found = f"{'the folder does not exist' if is_path else names}{closest(model, bundled)}"
         raise TriptychError("model_not_found", f"cannot find the model {model!r}: {found}", "model")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError

@@ -7,7 +7,7 @@ from pathlib import Path
 from tomllib import TOMLDecodeError
 from typing import TYPE_CHECKING, Any, Final
 
-from common.errors import invalid
+from common.errors import closest, invalid
 from common.process import openmp
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _text(value: Any) -> str:
 
 def _check_variables() -> None:
     """Refuse misspelt variables and a named file that is none: pydantic ignores both."""
-    from common.config import ENV_PREFIX, closest, describe_settings
+    from common.config import ENV_PREFIX, describe_settings
 
     known = {setting.variable for setting in describe_settings()} | {f"{ENV_PREFIX}ENGINE"}
     given = (name.upper() for name in os.environ if name.upper().startswith(ENV_PREFIX))
