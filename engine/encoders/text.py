@@ -63,8 +63,6 @@ def _encode(
     if rows:
         embeddings[ids == placeholder] = torch.cat([rows[index] for index in batch])
     hidden = module(inputs_embeds=embeddings, attention_mask=attended, **told).last_hidden_state
-    if min(lengths) == max(lengths):
-        return list(hidden.unbind(0))
     return [row[:length] for row, length in zip(hidden, lengths, strict=True)]
 
 
