@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 import torch
@@ -43,9 +42,7 @@ class PeakMemory:
                 self._before = _status_bytes("VmRSS")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._before is None:
             return
         if self._device.type == "cuda":
@@ -80,9 +77,8 @@ def one_layer_of_each_stack(module: nn.Module, deadline_s: float) -> Iterator[No
     stacks = [child for child in module.modules() if isinstance(child, nn.ModuleList)]
     hooks = [layer.register_forward_pre_hook(stop_if_late) for stack in stacks for layer in list(stack)[1:]]
     try:
-        yield
-    except _EnoughError:
-        pass
+        with contextlib.suppress(_EnoughError):
+            yield
     finally:
         for hook in hooks:
             hook.remove()
