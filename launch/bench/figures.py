@@ -30,7 +30,7 @@ METRICS: Final = {
     "output_token_throughput_per_user": "tokens/s",
 }
 """Metrics of a request, with units."""
-OBJECTIVES: Final = ("time_to_first_token", "inter_token_latency", "request_latency")
+OBJECTIVES: Final = tuple(name for name, unit in METRICS.items() if unit == "ms")
 STATISTICS: Final = ("avg", "min", "p50", "p90", "p99", "max")
 
 

@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
 
 from common.errors import invalid
-from launch.bench.figures import Run
-
-PANELS: Final = {
-    "time_to_first_token": "time to first token",
-    "inter_token_latency": "inter-token latency",
-    "request_latency": "request latency",
-}
+from launch.bench.figures import OBJECTIVES, Run
 
 
 def check_plot(file: Path) -> None:
@@ -34,12 +27,12 @@ def draw(runs: Sequence[Run], title: str, file: Path) -> None:
 
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     figure.suptitle(title)
-    panels = figure.subplots(1, len(PANELS), sharey=True)
-    for axes, (metric, name) in zip(panels, PANELS.items(), strict=True):
+    panels = figure.subplots(1, len(OBJECTIVES), sharey=True)
+    for axes, metric in zip(panels, OBJECTIVES, strict=True):
         for number, run in enumerate(runs):
             values = run.values(metric)
             (axes.ecdf if values else axes.plot)(values, label=run.level, color=f"C{number}")
-        axes.set(xlabel=f"{name}, ms", xlim=(0, None))
+        axes.set(xlabel=f"{metric.replace('_', ' ')}, ms", xlim=(0, None))
         axes.grid(visible=True, alpha=0.3)
     panels[0].set(ylabel="share of requests")
     panels[0].legend(loc="lower right")
