@@ -155,10 +155,8 @@ class WorkerProcess:
 
     def health(self) -> str | None:
         """Return why this process should be restarted; None for a healthy process."""
-        for thread in self._role.threads:
-            if thread.started and not thread.alive:
-                return "the engine thread is dead"
-        return self._watchdog.look()
+        dead = any(thread.ended.done() for thread in self._role.threads)
+        return "the engine thread is dead" if dead else self._watchdog.look()
 
     def ready(self) -> str | None:
         """Return why no request should be sent here; None when ready."""

@@ -95,17 +95,9 @@ class EngineThread(Generic[E, Event]):
 
     def join(self, timeout_s: float) -> bool:
         """Block until the thread has ended, for `timeout_s` at most. Return whether the thread has ended."""
-        if self.started:
+        if self._thread.is_alive():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
-
-    @property
-    def started(self) -> bool:
-        return self._thread.ident is not None
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
 
     @property
     def busy_s(self) -> float:
@@ -123,7 +115,8 @@ class EngineThread(Generic[E, Event]):
         except BaseException as caught:
             error = caught
             log.error("the engine thread has died", exc_info=not isinstance(caught, TriptychError))
-        self._post(partial(_settle, self.ended, error))
+        finally:
+            self._post(partial(_settle, self.ended, error))
 
     def _turn(self, engine: E) -> bool:
         commands = self._pop_commands(engine)

@@ -149,7 +149,7 @@ async def worker(broker_url: str, redis: Redis, *, may_load: bool = True, **chan
 
 async def test_it_is_ready_once_loaded_and_registered(broker_url: str, redis: Redis) -> None:
     async with worker(broker_url, redis, may_load=False) as running:
-        await eventually(lambda: running.role.thread.alive)
+        await eventually(lambda: not running.role.thread.join(0))
         assert (await running.get("/health")).status_code == 200
         waiting = await running.get("/ready")
         assert waiting.status_code == 503

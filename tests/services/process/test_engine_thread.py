@@ -124,8 +124,7 @@ async def test_a_dead_engine_says_why(harness: Harness) -> None:
 
     harness.thread.submit(explode)
     assert isinstance(await asyncio.shield(harness.thread.ended), ZeroDivisionError)
-    await asyncio.to_thread(harness.thread.join, 1.0)
-    assert not harness.thread.alive
+    assert await asyncio.to_thread(harness.thread.join, 1.0)
 
 
 async def test_a_long_step_shows(harness: Harness) -> None:
