@@ -12,9 +12,9 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, Union, cast, get_args, get_origin
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -40,16 +40,8 @@ Quantization = Literal["int8"]
 MediaScheme = Literal["data", "http", "https"]
 PreemptionPolicy = Literal["auto", "recompute", "swap"]
 Transport = Literal["auto", "shm", "zmq", "redis", "nixl", "cuda"]
-if TYPE_CHECKING:
-    Size = int
-else:
-    Size = ByteSize
-"""Bytes, written `512MiB`, `2GiB` or as a number; an int for its readers."""
-
-
-def _plain_int(value: object) -> object:
-    """Turn a parsed size into a plain int: the wire and MessagePack take no subclass of int."""
-    return int(value) if isinstance(value, ByteSize) else value
+Size = Annotated[ByteSize, AfterValidator(int)]
+"""Bytes, written `512MiB`, `2GiB` or as a number; a plain int once read: MessagePack takes no subclass of int."""
 
 
 def _setting(
@@ -68,7 +60,6 @@ class EngineConfig(BaseModel):
     """Sizes of a worker's engine, in bytes and tokens, never in blocks of unknown size."""
 
     model_config = ConfigDict(extra="forbid")
-    _plain_sizes = field_validator("*")(_plain_int)
 
     device: Device = _setting("auto", "Device of the engine.", "Engine")
     dtype: DType = _setting("auto", "Precision; auto: the checkpoint's own on CUDA, float32 on a CPU.", "Engine")
@@ -167,7 +158,6 @@ class Settings(BaseSettings):
     """All settings of a Triptych process. Nested values: TRIPTYCH_ENGINE__MAX_NUM_SEQS=32."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_nested_delimiter="__", extra="forbid")
-    _plain_sizes = field_validator("*")(_plain_int)
 
     model: str = _setting("signpost", "Hub id, folder, or name of a bundled model.")
     topology: str | None = _setting(
@@ -391,7 +381,8 @@ def describe_settings(model: type[BaseModel] = Settings, prefix: str = "") -> It
         kind = field.annotation
         if get_origin(kind) in (Union, UnionType):
             kind = next(part for part in get_args(kind) if part is not type(None))
-        metavar = "SIZE" if kind is ByteSize else "|".join(get_args(kind)) if get_origin(kind) is Literal else ""
+        metavar = "|".join(get_args(kind)) if get_origin(kind) is Literal else ""
+        metavar = "SIZE" if kind in (ByteSize, Size) else metavar
         default = extra["shown"] or _shown(field.default)
         yield SettingInfo(
             prefix + name, kind, default, field.description or "", extra["panel"], extra["metavar"] or metavar

@@ -151,28 +151,26 @@ def size_decoder(
     Raises TriptychError("invalid_request") with all the numbers where not even one request would fit.
     """
     given = _given(config)
-    if config.kv_cache_bytes is not None and config.kv_cache_bytes < needs.block:
-        message = f"kv_cache_bytes={config.kv_cache_bytes} is less than one block of {needs.block}"
+    kv_cache: int | None = config.kv_cache_bytes
+    encoder_cache: int | None = config.encoder_cache_bytes
+    swap: int | None = config.swap_bytes
+    if kv_cache is not None and kv_cache < needs.block:
+        message = f"kv_cache_bytes={kv_cache} is less than one block of {needs.block}"
         raise TriptychError("invalid_request", message, "kv_cache_bytes")
-    if all_pools_given(config):
-        kv_cache, encoder_cache, swap = config.kv_cache_bytes, config.encoder_cache_bytes, config.swap_bytes
-        assert kv_cache is not None and encoder_cache is not None and swap is not None  # noqa: PT018
+    if kv_cache is not None and encoder_cache is not None and swap is not None:
         return MemoryReport(weights, None, None, False, kv_cache, encoder_cache, swap, given)
     budget = memory_budget(config, device) - beside
     step = ASSUMED_ACTIVATION_BYTES if activation is None else activation
     left = budget - step
-    swap = config.swap_bytes
     if swap is None:
         there = left if device.type == "cpu" else available_memory()
         swap = max(0, min(SWAP_BYTES[device.type], there // 16))
     left -= swap if device.type == "cpu" else 0
-    left -= config.kv_cache_bytes or 0
-    encoder_cache = config.encoder_cache_bytes
+    left -= kv_cache or 0
     if encoder_cache is None:  # a share of the rest, or enough for the largest input if at most half of the rest
         at_least = min(needs.input, max(0, left) // 2)
         encoder_cache = min(needs.all_inputs, max(int(left * ENCODER_CACHE_SHARE), at_least))
     left -= encoder_cache
-    kv_cache = config.kv_cache_bytes
     if kv_cache is None:
         kv_cache = min(int(left / (1 + needs.decode_share)), needs.all_requests)
         if kv_cache < needs.request:
