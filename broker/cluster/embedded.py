@@ -66,18 +66,18 @@ class EmbeddedBroker:
         if self._owner is not None:
             raise TriptychError("invalid_request", "this embedded broker is running already; make another one")
         self._stopped = False
-        for _ in range(5):  # another process may take the free port between our look and the server's bind
+        for tries_left in reversed(range(5)):  # another process may take the free port between our look and the bind
             self.port = self._given_port or free_port(self._host)
-            if self._come_up(timeout_s):
-                atexit.register(self.stop)
-                host = f"[{self._host}]" if ":" in self._host else self._host
-                return f"redis://:{quote(self._password, safe='')}@{host}:{self.port}"
-            error = self._did_not_come_up(timeout_s)
-            self._end(timeout_s=0.0)
-            self._process = self._owner = None
-            if self._given_port or not any(_PORT_TAKEN in line for line in self._log):
+            try:
+                self._come_up(timeout_s)
                 break
-        raise error
+            except TriptychError:
+                self._process = self._owner = None
+                if self._given_port or not tries_left or not any(_PORT_TAKEN in line for line in self._log):
+                    raise
+        atexit.register(self.stop)
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"redis://:{quote(self._password, safe='')}@{host}:{self.port}"
 
     def restart(self, timeout_s: float = 10.0) -> None:
         """Start a crashed server again: empty, at the same address. `stop`, by another thread, ends the wait.
@@ -88,10 +88,7 @@ class EmbeddedBroker:
         if self.running or owner is None:
             raise TriptychError("invalid_request", "only an embedded broker that has ended can be started again")
         owner.join()  # it watches the one that has ended
-        if not self._come_up(timeout_s):
-            error = self._did_not_come_up(timeout_s)
-            self._end(timeout_s=0.0)
-            raise error
+        self._come_up(timeout_s)
 
     def stop(self, timeout_s: float = 2.0) -> None:
         """Stop the server: politely first, by force after `timeout_s` or during its start. Safe at any time."""
@@ -121,18 +118,18 @@ class EmbeddedBroker:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _come_up(self, timeout_s: float) -> bool:
+    def _come_up(self, timeout_s: float) -> None:
+        """Run the server. Raises TriptychError("unavailable") with its last lines and nothing left running."""
         config = _CONFIG.format(host=self._host, port=self.port, password=self._password).encode()
         with self._changing:
-            if self._stopped:
-                return False
-            self._launch(find_server(), config)
-        return self._settled.wait(timeout_s) and self._ready
-
-    def _did_not_come_up(self, timeout_s: float) -> TriptychError:
-        how = f"did not come up within {timeout_s:.3g} s" if self.running else "ended before it was ready"
-        last_lines = "\n".join(self.log_tail().splitlines()[-4:])
-        return TriptychError("unavailable", f"{find_server()} {how}:\n{last_lines}")
+            if not self._stopped:
+                self._launch(find_server(), config)
+        if self._stopped or not (self._settled.wait(timeout_s) and self._ready):
+            how = f"did not come up within {timeout_s:.3g} s" if self.running else "ended before it was ready"
+            how = "was stopped during its start" if self._stopped else how
+            last_lines = "\n".join(self.log_tail().splitlines()[-4:])
+            self._end(timeout_s=0.0)
+            raise TriptychError("unavailable", f"{find_server()} {how}:\n{last_lines}")
 
     def _end(self, timeout_s: float) -> None:
         """Terminate politely, kill after `timeout_s`, and wait a bounded time for a killed server."""
