@@ -84,10 +84,7 @@ class PushedTensor(ReceivedTensor, frozen=True, eq=False):
     """Of the bytes as read here."""
 
     async def verify(self) -> str | None:
-        return self.verified()
-
-    def verified(self) -> str | None:
-        """As `verify`, at once: the pass over the bytes has been made."""
+        """Return the fault of the bytes at once: the pass over them has been made."""
         return self.fault if self.fault is not None else self._fault_of(self.read_checksum)
 
 

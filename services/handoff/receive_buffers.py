@@ -92,13 +92,19 @@ class ReceiveBuffers:
         return True
 
     async def receive(self, key: Key, received: ReceivedTensor) -> torch.Tensor | str:
-        """Copy a received tensor to the prepared memory, and check the bytes. Return the tensor, or the fault.
+        """Return a received tensor, or the fault of its bytes. It stays in pushed memory, and is copied to any other.
 
         After a fault the tensor is awaited again. A tensor without prepared memory, perhaps repeated, gets memory.
         """
-        header = received.header
+        header, buffer = received.header, self._buffers.get(key)
+        pushed = received.memory if isinstance(received, PushedTensor) else None
+        if isinstance(buffer, _PushedMemory) and buffer.memory is pushed:
+            fault = await received.verify()
+            if fault is not None:
+                return fault
+            del self._buffers[key]
+            return buffer.tensor
         self._pushers.discard(header.sender)
-        buffer = self._buffers.get(key)
         if not isinstance(buffer, _OwnMemory):
             self.discard(key)  # the tensor did not come in pushed memory
             buffer = self._make(header.shape, header.dtype)
@@ -107,17 +113,6 @@ class ReceiveBuffers:
         if fault is not None:
             return fault
         self.discard(key)  # never written again: the engine owns the tensor now
-        return buffer.tensor
-
-    def keep(self, key: Key, received: PushedTensor) -> torch.Tensor | str | None:
-        """Return a tensor received in pushed memory, without a copy, or the fault; None if `receive` must copy."""
-        buffer = self._buffers.get(key)
-        if not isinstance(buffer, _PushedMemory) or buffer.memory is not received.memory:
-            return None
-        fault = received.verified()
-        if fault is not None:
-            return fault
-        del self._buffers[key]
         return buffer.tensor
 
     def discard(self, key: Key) -> None:
@@ -152,9 +147,6 @@ class DeviceReceiveBuffers:
     def expect(self, key: Key, target: PushTarget) -> bool:
         """Accept pushed memory: the tensor is copied to the device after its arrival."""
         return True
-
-    def keep(self, key: Key, received: PushedTensor) -> None:
-        """Return None, for host memory is not kept: `receive` copies the tensor."""
 
     def discard(self, key: Key) -> None:
         """Do nothing: no buffer was prepared."""

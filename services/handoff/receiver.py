@@ -16,8 +16,8 @@ import torch
 
 from broker.handoff.channels import Delivery
 from broker.handoff.sender import Key, key_of
-from broker.transports.received import PushedTensor, PushTarget
-from broker.transports.tensors import ReceivedTensor, payload_fault
+from broker.transports.received import PushTarget, ReceivedTensor
+from broker.transports.tensors import payload_fault
 from common.errors import ErrorInfo
 from common.messages import KV_INPUT_ID, Grant, KvOffer, Offer, Receipt, TensorHeader, Withdraw
 from common.telemetry import get_logger
@@ -172,9 +172,7 @@ class HandoffReceiver:
         if isinstance(offer, KvOffer):
             return await self._receive_part(key, received)
         if offer is not None:
-            tensor = self._buffers.keep(key, received) if isinstance(received, PushedTensor) else None
-            if tensor is None:  # copied while the engine may be computing
-                tensor = await self._buffers.receive(key, received)
+            tensor = await self._buffers.receive(key, received)  # perhaps a copy, made while the engine is computing
             if isinstance(tensor, str):
                 self._refuse(key, received.header, tensor)
             else:  # submitted to the engine, which decides between two steps

@@ -135,7 +135,7 @@ async def test_what_comes_in_memory_that_was_given_stays_there() -> None:
     landing.prepare(KEY, "e0", SHAPE, "bfloat16")
     room, written = given_room(data)
     landing.expect(KEY, room)
-    tensor = landing.keep(KEY, completed(room, written, data))
+    tensor = await landing.receive(KEY, completed(room, written, data))
     assert isinstance(tensor, torch.Tensor)
     assert (list(tensor.shape), tensor.dtype, bytes_of(tensor)) == (SHAPE, torch.bfloat16, data)
     assert len(landing) == 0
@@ -159,7 +159,7 @@ async def test_memory_is_made_only_for_those_who_do_not_give_it(small: None) -> 
     assert landing._buffers[KEY] is not None
     room, written = given_room(data)
     landing.expect(KEY, room)
-    landing.keep(KEY, completed(room, written, data))
+    await landing.receive(KEY, completed(room, written, data))
     landing.prepare(KEY, "e0", SHAPE, "bfloat16")
     assert landing._buffers[KEY] is None
     tensor = await landing.receive(KEY, received(data))  # it comes in another way after all
@@ -194,7 +194,7 @@ async def test_damaged_bytes_in_given_memory_are_a_fault_and_may_come_again_in_a
     written[-1] ^= 1
     tensor = room.complete(received(data).header)
     assert tensor is not None
-    assert "damaged" in str(landing.keep(KEY, tensor))
+    assert "damaged" in str(await landing.receive(KEY, tensor))
     assert len(landing) == 1
     again = await landing.receive(KEY, received(data))
     assert isinstance(again, torch.Tensor)
@@ -209,17 +209,19 @@ async def test_more_given_memory_than_a_process_can_map_is_copied_instead(monkey
         landing.prepare(KEY, "e0", SHAPE, "bfloat16")
         room, written = given_room(data)
         landing.expect(KEY, room)
-        come = completed(room, written, data)
-        kept.append(landing.keep(KEY, come))
-    assert isinstance(kept[0], torch.Tensor)
-    assert kept[1] is None
-    tensor = await landing.receive(KEY, come)
-    written[0] ^= 1
-    assert isinstance(tensor, torch.Tensor)
-    assert bytes_of(tensor) == data
+        kept.append(await landing.receive(KEY, completed(room, written, data)))
+        written[0] ^= 1
+    in_place, copied = kept
+    assert isinstance(in_place, torch.Tensor)
+    assert bytes_of(in_place) != data
+    assert isinstance(copied, torch.Tensor)
+    assert bytes_of(copied) == data
+    del in_place
     kept.clear()
-    del come
     room, written = given_room(data)
     landing.prepare(KEY, "e0", SHAPE, "bfloat16")
     landing.expect(KEY, room)
-    assert isinstance(landing.keep(KEY, completed(room, written, data)), torch.Tensor)
+    tensor = await landing.receive(KEY, completed(room, written, data))
+    written[0] ^= 1
+    assert isinstance(tensor, torch.Tensor)
+    assert bytes_of(tensor) != data
