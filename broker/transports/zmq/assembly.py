@@ -49,10 +49,13 @@ class Assembly:
         self._timer: asyncio.TimerHandle | None = None
         self._partials: OrderedDict[bytes, _Partial] = OrderedDict()  # the stalest first
         self._broken: dict[bytes, None] = {}  # senders of whose last tensor no more is taken, the oldest first
-        self.num_bytes = 0
-        """Of all pieces that are kept."""
         self.num_unfinished = 0
         """Tensors without an end, broken tensors excluded."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all pieces that are kept."""
+        return sum(partial.pieces.nbytes for partial in self._partials.values())
 
     def add(self, sender: bytes, head: Head, data: memoryview) -> ReceivedTensor | None:
         """Return the tensor completed by this message; None if incomplete.
@@ -60,7 +63,7 @@ class Assembly:
         The beginning of another tensor discards the sender's unfinished tensor. Raises ValueError for a message that
         does not continue the last one: call `discard`.
         """
-        partial = self._pop(sender)
+        partial = self._partials.pop(sender, None)
         if not isinstance(head, Next):
             self.num_unfinished += partial is not None
             self._broken.pop(sender, None)
@@ -88,7 +91,7 @@ class Assembly:
 
     def discard(self, sender: bytes) -> None:
         """Discard a sender's broken tensor, and skip messages until another begins."""
-        self._pop(sender)
+        self._partials.pop(sender, None)
         self._broken[sender] = None
         if len(self._broken) > MAX_BROKEN:
             del self._broken[next(iter(self._broken))]
@@ -97,20 +100,12 @@ class Assembly:
         """Discard all unfinished tensors. Idempotent."""
         self._partials.clear()
         self._broken.clear()
-        self.num_bytes = 0
         if self._timer is not None:
             self._timer.cancel()
-
-    def _pop(self, sender: bytes) -> _Partial | None:
-        partial = self._partials.pop(sender, None)
-        if partial is not None:
-            self.num_bytes -= partial.pieces.nbytes
-        return partial
 
     def _keep(self, sender: bytes, partial: _Partial) -> None:
         partial.touched_s = self._loop.time()
         self._partials[sender] = partial
-        self.num_bytes += partial.pieces.nbytes
         while self.num_bytes > TOTAL * self._max_bytes:
             self._discard_stalest("too many have begun")
         if self._timer is None:
