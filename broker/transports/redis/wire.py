@@ -73,7 +73,7 @@ class Parcel:
         """Extend the lease, and all keys of these chunks. Return False for an expired lease."""
         async with self.redis.pipeline(transaction=True) as pipe:
             pipe.set(self.key("lease"), b"", px=_LEASE_MS, xx=True)
-            for key in (self.list_key, *self._keys("taken", *chunks)):
+            for key in (self.list_key, self.key("taken"), *map(self.key, chunks)):
                 pipe.pexpire(key, _LEASE_MS)
             return bool((await pipe.execute())[0])
 
@@ -84,7 +84,7 @@ class Parcel:
         """Remove all content of the broker for these chunks."""
         async with self.redis.pipeline(transaction=False) as pipe:
             pipe.lrem(self.list_key, 0, cast(Any, encode(self.passing)))
-            pipe.delete(*self._keys("lease", "taken", *chunks))
+            pipe.delete(self.key("lease"), self.key("taken"), *map(self.key, chunks))
             await pipe.execute()
 
     async def push(self, part: int | str, value: bytes | memoryview) -> None:
@@ -92,9 +92,6 @@ class Parcel:
 
     async def pop(self, part: int | str) -> bytes | None:
         return await pop(self.redis, self.key(part))
-
-    def _keys(self, *parts: int | str) -> list[str]:
-        return [self.key(part) for part in parts]
 
 
 async def pop(redis: Redis, key: str) -> bytes | None:
