@@ -45,18 +45,17 @@ class NixlError(Exception):
     """The library has failed, or the other side has gone."""
 
 
+@dataclass(eq=False)
 class RegisteredBuffer:
     """A reference-counted piece of registered memory, for one tensor: its owner holds it, and each transfer into it."""
 
-    def __init__(
-        self, where: Where, address: int, free: Callable[[], None], host: npt.NDArray[np.uint8] | None = None
-    ) -> None:
-        """Call `free` once, when the last holder releases the buffer. `host` has the bytes, but for a GPU's."""
-        self.where = where
-        self.address = address
-        self.host = host
-        self._free = free
-        self._num_holders = 1
+    where: Where
+    address: int
+    free: Callable[[], None]
+    """Called once, when the last holder releases the buffer."""
+    host: npt.NDArray[np.uint8] | None = None
+    """The bytes, but for a GPU's."""
+    _num_holders: int = 1
 
     def acquire(self) -> None:
         self._num_holders += 1
@@ -64,7 +63,7 @@ class RegisteredBuffer:
     def release(self) -> None:
         self._num_holders -= 1
         if self._num_holders == 0:
-            self._free()
+            self.free()
 
 
 class RegisteredMemory:
