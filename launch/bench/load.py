@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from launch.cli.client import ApiClient, ClientRequest, ClientResult, Media
 from launch.cli.request import send_all
 
@@ -78,8 +80,6 @@ def _made_fresh(job: ClientRequest, number: int, rng: random.Random) -> ClientRe
 
 def _noisy(media: Media, rng: random.Random) -> Media:
     """Return a picture or recording with noise that nobody sees or hears, as PNG or FLAC."""
-    import numpy as np
-
     noise, out = np.random.default_rng(rng.getrandbits(32)), io.BytesIO()
     if media.type.startswith("audio/"):
         import soundfile

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from common.errors import TriptychError, invalid, words_of
-from common.keys import bearer
+from common.keys import bearer, own_api_key
 
 _HINT = ": use /v1/completions"
 """Ends the error of a model that holds no conversations: an encoder-decoder of text, or one without a chat template."""
@@ -94,7 +94,6 @@ def client_options(
 
     Raises TriptychError("invalid_request") where several clusters run here, and for a URL or settings that are wrong.
     """
-    from common.keys import own_api_key
     from launch.cluster.configure import load_settings
     from launch.cluster.local_registry import local_url
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import httpx
 import msgspec
@@ -15,13 +15,11 @@ from rich.table import Table
 
 from broker.cluster.redis_client import connect, wait_until_reachable
 from broker.cluster.registry import Registry, incompatibility
+from common.config import Settings
 from common.errors import TriptychError, invalid
 from common.keys import bearer, cluster_token
 from common.messages import InstanceRecord, Role
 from launch.cli.console import make_console, make_table
-
-if TYPE_CHECKING:
-    from common.config import Settings
 
 BROKER_TIMEOUT_S: Final = 3.0
 _HTTP_TIMEOUT_S: Final = 5.0

@@ -8,11 +8,12 @@ import io
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TextIO, cast
+from typing import TextIO, cast
 
 from rich.console import Console
 from rich.markup import escape
 
+from common.config import Settings
 from common.errors import TriptychError
 from common.http.auth import serves_anybody
 from common.keys import ClusterKey
@@ -24,9 +25,6 @@ from launch.cluster.children import adopt_orphans
 from launch.cluster.local_registry import LocalEntry, announced
 from launch.cluster.plan import Plan, make_plan
 from launch.cluster.supervisor import Supervisor
-
-if TYPE_CHECKING:
-    from common.config import Settings
 
 _QUESTIONS = {
     "image": 'samples/sign.png --prompt "What does the sign say?"',

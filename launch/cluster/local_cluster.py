@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from common.config import Settings
 from common.errors import TriptychError
 from launch.cluster.instance import Instance, Reporter
 from launch.cluster.plan import make_plan
 from launch.cluster.supervisor import START_TIMEOUT_S, Supervisor
 from launch.cluster.topology import Topology
-
-if TYPE_CHECKING:
-    from common.config import Settings
 
 STOP_DEADLINE_S = 10.0
 

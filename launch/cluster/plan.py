@@ -7,12 +7,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from pydantic import SecretStr
 
+from common.config import Settings
 from common.keys import ClusterKey, own_api_key
 from common.messages import Role
+from common.model_info import ModelInfo, load_model_info
 from common.process import start_phase
 from common.process.ports import reserve_port
 from engine.models.checkpoint_index import read_index
@@ -24,10 +26,6 @@ from launch.cluster.instance import Instance
 from launch.cluster.shares import available_cores, runs_on_gpu, split_memory, split_threads
 from launch.cluster.topology import Topology, choose_topology, usual_topology
 from services.process.drain import VARIABLE, DrainMarker
-
-if TYPE_CHECKING:
-    from common.config import Settings
-    from common.model_info import ModelInfo
 
 PROXY_ID = "proxy"
 MemoryShares: TypeAlias = Mapping[Role, Mapping[str, float | int]]
@@ -116,7 +114,6 @@ def make_plan(settings: Settings, topology: str | Topology | None = None) -> Pla
     sampling defaults that cannot be used, a preprocessor or a topology that does not fit the model, a host without
     an IPv4 address, a port that is taken, or a key that is none.
     """
-    from common.model_info import load_model_info
     from common.text.processor import TextProcessor
     from engine.processors import make_processor
     from services.process.addresses import resolve_host

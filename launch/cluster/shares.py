@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from common.errors import invalid
 from common.messages import Role
+from common.model_info import ModelInfo
 from common.process.gpu_memory import GPU_FRACTION, process_bytes, total_gpu_memory
 from common.process.host_memory import available_memory
 from engine.models.checkpoint_index import TensorEntry, read_index
@@ -27,7 +28,6 @@ from launch.cluster.topology import Topology
 
 if TYPE_CHECKING:
     from common.config import EngineConfig
-    from common.model_info import ModelInfo
 
 CPU_FRACTION: Final = 0.5
 """Share of the free memory for all workers together."""

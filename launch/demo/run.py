@@ -11,7 +11,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from PIL import Image
 from rich.color import Color
@@ -20,6 +20,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from common.config import Settings
 from common.keys import own_api_key
 from launch.cli.answers import latency_table, summary, timeline_table
 from launch.cli.client import ApiClient, ClientOptions, ClientRequest, ClientResult, Media
@@ -28,9 +29,6 @@ from launch.cluster.children import adopt_orphans
 from launch.cluster.local_cluster import LocalCluster
 from launch.demo.numbers import follow_chains, show_chains
 from launch.demo.samples import FILES, write_files
-
-if TYPE_CHECKING:
-    from common.config import Settings
 
 _THUMBNAIL_COLUMNS = 32
 PICTURES: Final = FILES / "pictures"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -148,8 +149,6 @@ def bench(
 
     Metrics have AIPerf's definitions. Exit code 1 if any request failed.
     """
-    from dataclasses import replace
-
     from launch.bench.figures import parse_objectives
     from launch.bench.run import BenchPlan, parse_extra, parse_levels, run_bench
     from launch.cli.client import client_options

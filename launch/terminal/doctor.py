@@ -13,18 +13,17 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 from rich.text import Text
 
+from common.config import EngineConfig, Settings
 from common.errors import TriptychError
+from common.model_info import hub_folder, is_hub_id
 from common.process.host_memory import available_memory
 from common.process.ports import reserve_port
 from launch.cli.console import make_console, make_table
-from launch.cluster.shares import available_cores, runs_on_gpu
-
-if TYPE_CHECKING:
-    from common.config import Settings
+from launch.cluster.shares import available_cores, runs_on_gpu, weight_bytes
 
 State = Literal["ok", "warn", "fail"]
 COLOURS: Final[dict[State, str]] = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -46,7 +45,7 @@ class Finding:
     remedy: str = ""
 
 
-Check = Callable[["Settings"], Iterator[Finding]]
+Check = Callable[[Settings], Iterator[Finding]]
 
 
 def run_doctor(settings: Settings, *, as_json: bool) -> int:
@@ -224,10 +223,7 @@ async def _ping(url: str) -> str:
 
 def check_model(settings: Settings) -> Iterator[Finding]:
     """The model: family, size, files, and whether its weights fit this machine in the topology."""
-    from common.config import EngineConfig
-    from common.model_info import hub_folder, is_hub_id
     from launch.cluster.plan import make_plan
-    from launch.cluster.shares import weight_bytes
 
     name = settings.model
     try:
