@@ -17,14 +17,17 @@ from common.messages import Role
 from common.model_info import ModelInfo, load_model_info
 from common.process import start_phase
 from common.process.ports import reserve_port
+from common.text.processor import TextProcessor
 from engine.models.checkpoint_index import read_index
 from engine.models.lora.config import ADAPTER_STEM, read_lora_config
 from engine.models.quantised.names import check_quantised
+from engine.processors import make_processor
 from launch.cluster.children import Command
 from launch.cluster.configure import child_environment
 from launch.cluster.instance import Instance
 from launch.cluster.shares import available_cores, runs_on_gpu, split_memory, split_threads
 from launch.cluster.topology import Topology, choose_topology, usual_topology
+from services.process.addresses import resolve_host
 from services.process.drain import VARIABLE, DrainMarker
 
 PROXY_ID = "proxy"
@@ -58,7 +61,6 @@ class Plan:
         """Return the engine settings of each role that share the memory out. Raises TriptychError as `split_memory`."""
         settings, engine = self.settings, self.settings.engine
         if runs_on_gpu(engine):  # the transports take memory of it, too
-            from services.process.addresses import resolve_host
             from services.process.gpu_reserve import engine_on_gpu
 
             engine = engine_on_gpu(settings, resolve_host(settings.host))
@@ -114,10 +116,6 @@ def make_plan(settings: Settings, topology: str | Topology | None = None) -> Pla
     sampling defaults that cannot be used, a preprocessor or a topology that does not fit the model, a host without
     an IPv4 address, a port that is taken, or a key that is none.
     """
-    from common.text.processor import TextProcessor
-    from engine.processors import make_processor
-    from services.process.addresses import resolve_host
-
     info = load_model_info(settings.model, settings.lora_modules)
     TextProcessor(info, settings.chat_template)  # damaged files are refused here, before a process starts
     info.sampling_defaults(settings.generation_config)

@@ -6,17 +6,15 @@ import asyncio
 import contextlib
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from broker.cluster.embedded import EmbeddedBroker
 from common.errors import TriptychError
 from launch.cluster.children import Backoff, Child
 from launch.cluster.instance import Instance, Reporter, State
 from launch.cluster.log_folders import LogFolder
 from launch.cluster.plan import Plan
+from launch.cluster.readiness import ReadinessProbe, check_broker, forget_instances
 from launch.cluster.startup_deadlines import StartupDeadlines
-
-if TYPE_CHECKING:
-    from broker.cluster.embedded import EmbeddedBroker
 
 STOP_GRACE_S = 3.0
 """Time for a clean stop before a process is killed; with what follows, a stop stays under five seconds."""
@@ -118,12 +116,8 @@ class Supervisor:
 
     async def _prepare(self) -> str:
         """Start the broker unless its URL was given, plan the instances; return the broker's URL."""
-        from launch.cluster.readiness import check_broker
-
         broker_url = self.plan.settings.broker
         if broker_url is None:
-            from broker.cluster.embedded import EmbeddedBroker
-
             self._broker = EmbeddedBroker()
             broker_url = self._broker.start()
             self._broker_keeper = asyncio.create_task(self._keep_broker(self._broker))
@@ -236,8 +230,6 @@ class Supervisor:
 
     async def _watch_readiness(self, broker_url: str) -> None:
         """Follow the instances, at the start and later, as they become ready or leave on request."""
-        from launch.cluster.readiness import ReadinessProbe
-
         async with ReadinessProbe(broker_url, self.plan.settings.cluster) as probe:
             while not self._stop.is_set():
                 for instance, state in await probe.changes(self.instances):
@@ -296,8 +288,6 @@ class Supervisor:
         return killed
 
     async def _leave_broker(self) -> None:
-        from launch.cluster.readiness import forget_instances
-
         if self._broker is not None:
             await asyncio.to_thread(self._broker.stop)  # also ends a try to start it again
             if self._broker_keeper is not None:
