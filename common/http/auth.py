@@ -17,15 +17,14 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
+
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.config import Settings
 from common.errors import TriptychError
 from common.keys import TokenSet, api_keys, bearer, cluster_token, may_control
 from common.telemetry import get_logger
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
 
 Guard = Callable[[str, str | None, str | None], bool]
 """Whether a call is allowed, by its path, its `Authorization` header and its client's host."""

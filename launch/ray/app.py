@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 from ray import serve
+from ray.serve import Application
 
 from common.config import Settings
 from common.errors import invalid
@@ -18,9 +19,6 @@ from launch.cluster.shares import runs_on_gpu
 from launch.cluster.topology import LETTERS, Topology, choose_topology, usual_topology
 from launch.ray.replicas import BROKER, BrokerReplica, LateProxy, ProxyReplica, WorkerReplica
 from launch.ray.scaling import SCALING_POLICY
-
-if TYPE_CHECKING:
-    from ray.serve import Application
 
 HEALTH_PERIOD_S = 5.0
 
@@ -84,7 +82,7 @@ def application_of(settings: Settings, arguments: Arguments | None = None) -> Ap
         worker = _deployment(role, WorkerReplica, options, graceful_shutdown_timeout_s=grace_s, **counts)
         workers.append(worker.bind(own, str(topology), role, broker))
     front = _proxy(settings, arguments, broker is not None)
-    return cast("Application", front.bind(broker, *workers))
+    return cast(Application, front.bind(broker, *workers))
 
 
 def _plan(settings: Settings) -> tuple[Settings, Topology]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import httpx
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
+from starlette.types import Receive, Scope, Send
 
 from broker.cluster.embedded import EmbeddedBroker
 from common.config import Settings
@@ -24,9 +25,6 @@ from launch.cluster.plan import Plan
 from launch.cluster.shares import runs_on_gpu
 from launch.cluster.topology import LETTERS, Topology, parse_topology
 from launch.ray.scaling import METRIC
-
-if TYPE_CHECKING:
-    from starlette.types import Receive, Scope, Send
 
 BROKER: Final = "broker"
 """Name of the broker's deployment."""

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import platform
+import resource
 import shutil
 import sys
 import tempfile
@@ -104,8 +105,6 @@ def check_machine(_: Settings) -> Iterator[Finding]:
     )
     yield Finding("memory", "warn" if little else "ok", f"{_gib(free)} free of {_gib(total)}", little)
     yield from _shared_memory()
-    import resource
-
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = f"ulimit -n {min(hard, 65536)}: a connection takes one" if 0 <= soft < _FEW_DESCRIPTORS else ""
     yield Finding("descriptors", "warn" if few else "ok", f"{soft} per process", few)
