@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -316,6 +317,8 @@ class Detokenizer:
         before = self.text.decode(self._ids[self._prefix : self._read], skip_special_tokens=self.skip_special_tokens)
         now = self.text.decode(self._ids[self._prefix :], skip_special_tokens=self.skip_special_tokens)
         shown, unread = len(before) - self._half, len(self._ids) - self._read
+        if self._half and not now.startswith(before[:shown]):  # bytes that were no text begin a character here
+            shown = next(at for at, pair in enumerate(zip_longest(before[:shown], now)) if len({*pair}) > 1)
         if now == before and unread >= _TAIL_TOKENS and not final:  # special tokens, without any text
             self._begin -= unread
             del self._ids[self._read :]

@@ -93,6 +93,21 @@ def test_a_long_run_of_bytes_that_are_no_text_is_not_decoded_again_with_each(lla
     assert max(sizes) < 20
 
 
+@pytest.mark.parametrize(
+    "run", [b"\x80\x80" + "日日日日日".encode(), b"\xe0\xa4" + "हिन्दी".encode(), "\ufffd\ufffd\ufffd".encode()]
+)
+def test_what_follows_bytes_that_become_text_late_is_neither_lost_nor_a_stop_string_missed(
+    llamas: Any, run: bytes
+) -> None:
+    """With a token before it, some of the bytes are text that were none before."""
+    ids = ids_of(llamas, run, "▁Hello", "lo", "▁Hello")
+    detokenizer, stopping = Detokenizer(llamas), Detokenizer(llamas, ["Hellolo"])
+    assert "".join(map(detokenizer.push, ([token] for token in ids))).endswith(" Hellolo Hello")
+    stopping.push(ids)
+    assert stopping.stopped
+    assert stopping.num_tokens == len(ids) - 1
+
+
 @pytest.mark.parametrize("cut", [1, 2, 3, 5], ids="{} bytes a token".format)
 @pytest.mark.parametrize("seed", range(5))
 def test_characters_may_be_cut_by_each_of_many_tokens(cut: int, seed: int) -> None:
