@@ -48,14 +48,14 @@ class PrefillPace:
     def limit(self, num_decodes: int, context: int, num_waiting: int) -> int | None:
         """Return the number of prompt tokens beside `num_decodes` rows, the first prompt token at position `context`.
 
-        `num_waiting` prompt tokens could be computed now. None: no limit, as nothing is known yet. 0: rows have never
-        run, and show their time by a step alone.
+        `num_waiting` prompt tokens could be computed now. None: no limit, as no prompt has run yet. 0: rows have
+        never run, and show their time by a step alone.
         """
         rows_s, token_s = self._rows_s.at(num_decodes), self._token_s.at(context)
-        if token_s is None:
-            return None
         if rows_s is None:
             return 0
+        if token_s is None:
+            return None
         if self._objective_s is not None:
             left_s = self._objective_s - max(rows_s, self._launch_s.at(0) or 0.0)
         else:
@@ -82,6 +82,8 @@ class PrefillPace:
         rows_s = self._rows_s.at(rows) if rows else None
         if launch_s:
             self._launch_s.add(0, launch_s)
+        if token_s is None and rows and tokens < MIN_TOKENS:
+            return  # nearly all of the step's time may be that of rows
         if launch_s or not rows or token_s is None:
             if rows or token_s is None:
                 others_s = max(launch_s, rows_s or 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -26,10 +27,11 @@ class Device:
     def step_s(self, rows: int, tokens: int) -> float:
         return self.fixed_s + rows * self.row_s + tokens * self.token_s
 
-    def run(self, pace: PrefillPace, rows: int, tokens: int, context: int = 0) -> float:
+    def run(self, pace: PrefillPace, rows: int, tokens: int, context: int = 0, noise: float = 1.0) -> float:
         counts = [1] * rows + ([tokens] if tokens else [])
         sequences: list[Any] = [SimpleNamespace(num_computed_tokens=context + count) for count in counts]
         seconds, launch_s = self.times(rows, tokens)
+        seconds *= noise
         pace.observe(ScheduledStep(sequences, counts, []), seconds, launch_s)
         return seconds
 
@@ -60,8 +62,11 @@ def learned() -> tuple[PrefillPace, Device]:
     return pace, device
 
 
-def test_nothing_is_limited_before_anything_is_known() -> None:
-    assert PrefillPace(OBJECTIVE_S).limit(4, 0, 0) is None
+def test_nothing_is_limited_before_a_prompt_has_run_and_rows_come_first() -> None:
+    pace = PrefillPace(OBJECTIVE_S)
+    assert pace.limit(4, 0, 0) == 0
+    Device().run(pace, 4, 0)
+    assert pace.limit(4, 0, 0) is None
     assert learned()[0].limit(4, 0, 0) is not None
 
 
@@ -232,3 +237,18 @@ def test_prompts_that_never_run_alone_show_the_time_of_a_token(device: Device) -
     for _ in range(5):
         seconds = device.run(pace, 4, pace.limit(4, 0, 1000) or 1000)
     assert seconds == pytest.approx(OBJECTIVE_S, rel=0.1)
+
+
+@pytest.mark.parametrize("first", [2, 8, 500])
+def test_prompts_that_always_have_others_rows_beside_them_are_in_chunks_of_the_objective(first: int) -> None:
+    """The first one's few tokens do not take the time of the rows for theirs."""
+    pace, device, dice = PrefillPace(OBJECTIVE_S), Device(), random.Random(first)
+    left, steps = [first, *[3000] * 6], list[float]()
+    while left:
+        limit = pace.limit(64, 0, sum(left))
+        chunk = min(left[0], 1024, left[0] if limit is None else limit)
+        steps.append(device.run(pace, 64, chunk, noise=dice.uniform(0.9, 1.1)))
+        left[0] -= chunk
+        left = left if left[0] else left[1:]
+    assert len(steps) < 250, "a chunk has 160 tokens at best"
+    assert sorted(steps)[len(steps) // 2] < 1.2 * OBJECTIVE_S
