@@ -126,8 +126,10 @@ class ReceiverMachine(RuleBasedStateMachine):
 
     def _offer(self, request: Request, *, newer: bool, deadline_s: float = FAR_S) -> None:
         name = request.request_id
-        self.attempts[name] += newer or self.attempts[name] < 0
-        changes = {"attempt": self.attempts[name], "deadline_s": deadline_s}
+        attempt = self.attempts[name] + (newer or self.attempts[name] < 0)
+        if self.intake._handoffs[name].state is not KvHandoffState.STARTED:  # that has all it wants of an earlier one
+            self.attempts[name] = attempt
+        changes = {"attempt": attempt, "deadline_s": deadline_s}
         self.intake.offer(msgspec.structs.replace(self.described(request), **changes))
 
     @precondition(lambda self: self.live)
