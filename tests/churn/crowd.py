@@ -36,6 +36,7 @@ from common.messages import (
     encode,
 )
 from common.model_info import load_model_info
+from common.telemetry import setup_logging
 from common.text.processor import TextProcessor
 from tests.churn.cell import CrowdSettings
 from tests.churn.workers import KINDS, Coming, ComingReader, Delivery
@@ -181,6 +182,7 @@ class Crowd(FakeCluster):
 
 
 async def main(fakes: CrowdSettings) -> None:
+    setup_logging("info", "text", f"fakes-{fakes.number}")  # to stderr: stdout has the answers alone
     allowed_connections(sys.maxsize)  # raises the limit of descriptors
     info = load_model_info(fakes.model)
     context = ClusterContext(ClusterKey(fakes.cluster_key))
