@@ -23,7 +23,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from common.errors import closest as closest
+from common.errors import closest
 
 ENV_PREFIX: Final = "TRIPTYCH_"
 DEFAULT_FILE: Final = "triptych.toml"

@@ -12,8 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
 from starlette.types import Receive, Scope, Send
 
-from common.config import closest
-from common.errors import ErrorInfo, TriptychError, invalid
+from common.errors import ErrorInfo, TriptychError, closest, invalid
 from common.http.auth import CONTROL_PATHS
 from common.telemetry import get_logger
 
