@@ -55,7 +55,7 @@ class CrossBatch:
 
     def __init__(
         self, device: torch.device, max_num_seqs: int, max_blocks: int, *, inputs_in_prompt: bool, biased: bool
-    ):
+    ) -> None:
         self._device, self._biased = device, biased
         self._inputs_in_prompt = inputs_in_prompt
         self._lists: list[list[int]] = []
