@@ -504,27 +504,43 @@ class LLM:
             self._finish(event, live)
 
     def _grow(self, event: Tokens, live: _Live, sequence: _LiveSequence) -> None:
-        ids, reason, num_forced = sequence.token_ids, event.finish_reason, len(live.sampling.prefix_allowed)
-        shown = event.token_ids[max(0, num_forced - len(ids)) : -1 if reason == "stop" else None]  # without the end
+        reason, num_forced = event.finish_reason, len(live.sampling.prefix_allowed)
+        begin = max(0, num_forced - len(sequence.token_ids))
+        shown = event.token_ids[begin : -1 if reason == "stop" else None]  # without the token that ended it
         sequence.text += sequence.detokenizer.push(shown, final=reason is not None)
-        ids += event.token_ids
+        sequence.token_ids += event.token_ids
         sequence.logprobs += event.logprobs
-        kept = slice(num_forced, None)
+        end = None
         if sequence.detokenizer.stopped:
-            reason, kept = "stop", slice(num_forced, num_forced + sequence.detokenizer.num_tokens)
+            reason, end = "stop", num_forced + sequence.detokenizer.num_tokens
             self.decoder.stop_sequence(event.request_id, event.index)
         if reason is not None:
             sequence.output = CompletionOutput(
-                event.index, sequence.text, ids[kept], reason, sequence.logprobs[kept], event.score, ids[:num_forced]
+                event.index,
+                sequence.text,
+                sequence.token_ids[num_forced:end],
+                reason,
+                sequence.logprobs[num_forced:end],
+                event.score,
+                sequence.token_ids[:num_forced],
             )
 
     def _finish(self, event: Tokens, live: _Live) -> None:
         self.abort(event.request_id)
         outputs = [one.output for _, one in sorted(live.sequences.items()) if one.output is not None]
-        request_id, prompt = event.request_id, live.prompt
-        of_answer = event.num_prompt_tokens, outputs, event.spans, event.num_cached_tokens, live.prompt_logprobs
-        of_prompt = prompt.prompt, prompt.encoder_prompt, prompt.encoder_prompt_token_ids
-        self._outputs[request_id] = RequestOutput(request_id, prompt.prompt_token_ids, *of_answer, *of_prompt)
+        prompt = live.prompt
+        self._outputs[event.request_id] = RequestOutput(
+            event.request_id,
+            prompt.prompt_token_ids,
+            event.num_prompt_tokens,
+            outputs,
+            event.spans,
+            event.num_cached_tokens,
+            live.prompt_logprobs,
+            prompt.prompt,
+            prompt.encoder_prompt,
+            prompt.encoder_prompt_token_ids,
+        )
 
 
 def _chat_prompt(

@@ -27,8 +27,14 @@ from common.sampling_params import SamplingParams
 from common.text.processor import TextProcessor
 
 NOT_COMPUTED = (
-    *("exponential_decay_length_penalty", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size"),
-    *("sequence_bias", "typical_p", "epsilon_cutoff", "eta_cutoff", "guidance_scale"),
+    "exponential_decay_length_penalty",
+    "encoder_repetition_penalty",
+    "encoder_no_repeat_ngram_size",
+    "sequence_bias",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "guidance_scale",
 )
 """Rules of generation_config.json that transformers has; None, 0 and 1 turn them off."""
 
@@ -284,8 +290,10 @@ def _parse_singleton(prompt: SingletonPrompt | None, encode: Callable[[str, str]
         return _Singleton(encode(prompt, param), prompt, {})
     if isinstance(prompt, list | tuple):
         return _Singleton(_token_ids(prompt, param), None, {})
+    if not isinstance(prompt, dict):
+        raise _bad_format(prompt, param)
     fields = cast(dict[str, Any], prompt)
-    media = fields.get("multi_modal_data") or {} if isinstance(prompt, dict) else None
+    media = fields.get("multi_modal_data") or {}
     if not isinstance(media, dict):
         raise _bad_format(prompt, param)
     for key in ("prompt_token_ids", "prompt_tokens"):

@@ -106,7 +106,10 @@ class _Means:
 
     def at(self, size: int) -> float | None:
         """Return the mean for `size`, else the mean for the nearest size; None before the first time."""
-        return self._means.get(min(self._means, key=lambda other: abs(other - size.bit_length()), default=0))
+        if not self._means:
+            return None
+        key = size.bit_length()
+        return self._means[min(self._means, key=lambda other: abs(other - key))]
 
     def add(self, size: int, seconds: float, tokens: int = 0) -> None:
         key = size.bit_length()
