@@ -139,4 +139,5 @@ def _events(tree: ast.Module) -> Iterator[str]:
 
 if __name__ == "__main__":
     for name, collect in GOLDENS.items():
-        (FOLDER / f"{name}.json").write_text(json.dumps(collect(), indent=1, ensure_ascii=False) + "\n")
+        text = json.dumps(collect(), indent=1, ensure_ascii=False, sort_keys=True)
+        (FOLDER / f"{name}.json").write_text(text + "\n")
