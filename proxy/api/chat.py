@@ -19,7 +19,7 @@ from common.text import whisper_prompt
 from common.text.processor import TextProcessor, text_of
 from common.text.prompts import ParsedPrompt, with_checkpoint_rules
 from proxy.api.logprobs import LogprobShapes
-from proxy.api.openai_types import ChatRequest, Message, TextPart, parse
+from proxy.api.openai_types import ChatRequest, Message, RefusalPart, TextPart, parse
 from proxy.api.prompts import job_of_pair, processed_prompts, sampling_within
 from proxy.api.speech import Speech, SpeechOptions
 from proxy.api.tools import CallDeltas, joined_text
@@ -197,7 +197,7 @@ def collect_media(messages: list[Message], kinds: Sequence[MediaKind], model: st
     sources = []
     for i, message in enumerate(messages):
         for j, part in enumerate(message.content if isinstance(message.content, list) else []):
-            if isinstance(part, TextPart):
+            if isinstance(part, TextPart | RefusalPart):
                 continue
             kind, given = _MEDIA[part.type][0], getattr(part, part.type)
             name = "data" if part.type == "input_audio" else "url"
@@ -220,7 +220,9 @@ def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
             content = message.content or ""
         else:
             content = [
-                {"type": "text", "text": part.text} if isinstance(part, TextPart) else _MEDIA[part.type][1]
+                {"type": "text", "text": part.text}
+                if isinstance(part, TextPart | RefusalPart)
+                else _MEDIA[part.type][1]
                 for part in message.content
             ]
         rendered.append({"role": role, "content": content, **_further(message)})

@@ -79,6 +79,17 @@ class TextPart(BaseModel):
     text: str
 
 
+class RefusalPart(BaseModel):
+    """Part of an assistant's turn of another server, text here as any other."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
 class ImageUrl(BaseModel):
     url: str
     detail: Literal["auto", "low", "high", "original"] | None = None
@@ -135,6 +146,7 @@ def _part_tag(value: Any) -> str:
 
 ContentPart = Annotated[
     Annotated[TextPart, Tag("TEXT")]
+    | Annotated[RefusalPart, Tag("REFUSAL")]
     | Annotated[ImagePart, Tag("IMAGE_URL")]
     | Annotated[AudioPart, Tag("INPUT_AUDIO")]
     | Annotated[AudioUrlPart, Tag("AUDIO_URL")]

@@ -140,6 +140,16 @@ async def test_an_image_url_may_be_a_bare_string(rig) -> None:
     assert answer.choices[0].finish_reason == "stop"
 
 
+async def test_an_assistants_turn_may_have_a_refusal(rig) -> None:
+    def conversation(part: dict[str, str]) -> dict[str, object]:
+        return {"messages": [*MESSAGES, {"role": "assistant", "content": [part]}, *MESSAGES]}
+
+    refused, said = conversation({"type": "refusal", "refusal": "no"}), conversation({"type": "text", "text": "no"})
+    answers = [await rig.http.post("/tokenize", json=one) for one in (refused, said)]
+    assert answers[0].json()["tokens"] == answers[1].json()["tokens"]
+    assert (await rig.http.post("/v1/chat/completions", json=refused)).status_code == 200
+
+
 async def test_heic_is_refused_by_name(rig) -> None:
     data = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(64)
     body = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": _url(data, "heic")}]}]}
