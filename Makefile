@@ -16,7 +16,7 @@ export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-rest test-lowest lint format bench model chaos fuzz page-test clients clients-test soak ray-test churn-test gateway-test compose-test helm-test sizes-test dist gpu-check gpu-sources clean distclean
+.PHONY: help demo test test-all test-rest test-lowest lint format bench interference model chaos fuzz page-test clients clients-test soak ray-test churn-test gateway-test compose-test helm-test sizes-test dist gpu-check gpu-sources clean distclean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,11 @@ format: $(VENV)/test.stamp ## Format the code and mend what the linter can.
 bench: $(VENV)/test.stamp ## Measure throughput and latency (ARGS goes to the benchmark).
 	@$(BIN)/python -m tests.weights >/dev/null
 	@$(BIN)/python -m tools.bench $(ARGS)
+
+VLLM ?=
+interference: $(VENV)/test.stamp ## Text streams beside images, seven minutes on two cores with VLLM=PROGRAM beside it, else three; draws build/interference.svg.
+	@mkdir -p build
+	@$(BIN)/python -m tools.bench.interference $(if $(VLLM),--vllm $(VLLM)) --repetitions 3 --seconds 12 --plot build/interference.svg $(ARGS)
 
 CHAOS_ROUNDS ?= 10
 STORIES ?= 1000

@@ -9,17 +9,21 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import itertools
 import json
 import math
+import os
 import random
 import shutil
+import subprocess
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final
 
+import httpx
 import numpy as np
 import typer
 from httpcore import Request
@@ -27,6 +31,7 @@ from PIL import Image
 
 from common.config import EngineConfig, Settings
 from common.model_info import BUNDLED
+from common.process.ports import free_port
 from launch.cluster.local_cluster import LocalCluster
 from tools.bench.client import LoadClient, Outcome
 from tools.bench.measure import emit
@@ -139,6 +144,7 @@ def make_model(folder: Path) -> Path:
 def interference(
     topology: Annotated[list[str] | None, typer.Option(help="Clusters to start, one after the other.")] = None,
     server: Annotated[list[str] | None, typer.Option(help="NAME=URL=MODEL of servers that run already.")] = None,
+    vllm: Annotated[Path | None, typer.Option(help="vLLM's program, to be served with the same model.")] = None,
     model: Annotated[Path | None, typer.Option(help="Of the clusters, for one of random weights.")] = None,
     streams: Annotated[int, typer.Option(min=1)] = 4,
     images: Annotated[int, typer.Option(min=0, help="Clients that send images.")] = 2,
@@ -150,16 +156,14 @@ def interference(
 ) -> None:
     """Measure the gaps between the tokens of text streams, alone and beside clients with images.
 
-    The figures of the README, two minutes on two cores; a server beside them, such as vLLM with the same model:
-
-        python -m tools.bench.interference --plot docs/images/interference.svg
-
-        python -m tools.bench.interference --server vllm=http://127.0.0.1:9000=vlm --topology 1e1pd
+    `make interference VLLM=PROGRAM` gives the figures and the plot of the README.
     """
     folder = model or make_model(FOLDER)
     phases: dict[tuple[str, bool], Phase] = {}
-    for repetition in range(repetitions):
-        for name in [*(server or ()), *(topology or ())] or ["1e1pd", "1e1p1d"]:
+    with ExitStack() as running:
+        names = [*(server or ()), *([] if vllm is None else [_start_vllm(vllm, folder, running)])]
+        names += topology or ([] if server else ["1e1pd", "1e1p1d"])
+        for repetition, name in itertools.product(range(repetitions), names):
             emit(f"{name.partition('=')[0]}, turn {repetition + 1} of {repetitions}")
             with ExitStack() as stack:
                 base_url, served = _server(name, folder, stack)
@@ -189,6 +193,28 @@ def _server(name: str, folder: Path, stack: ExitStack) -> tuple[str, str]:
     cluster.start()
     stack.callback(cluster.stop)
     return cluster.base_url, "vlm"
+
+
+def _start_vllm(program: Path, folder: Path, stack: ExitStack) -> str:
+    """Start vLLM and wait until it answers, which takes minutes on a CPU; return NAME=URL=MODEL."""
+    port = free_port("127.0.0.1")
+    options = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "2048"]
+    command = [str(program), "serve", str(folder), "--served-model-name", "vlm", *options]
+    env = {"VLLM_CPU_KVCACHE_SPACE": "2", **os.environ}
+    env.pop("OMP_WAIT_POLICY", None)  # the Makefile's, for our processes
+    emit("vLLM starts")
+    log = folder / "vllm.log"
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=env)
+    stack.callback(process.wait)
+    stack.callback(process.terminate)
+    while True:
+        with suppress(httpx.TransportError):
+            if httpx.get(f"http://127.0.0.1:{port}/health").is_success:
+                return f"vLLM=http://127.0.0.1:{port}=vlm"
+        if process.poll() is not None:
+            raise typer.BadParameter(f"{program} ended before it answered; {log} says why")
+        time.sleep(0.5)
 
 
 def _draw(phases: dict[tuple[str, bool], Phase], file: Path) -> None:

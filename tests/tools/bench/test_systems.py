@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from launch.cluster.local_cluster import LocalCluster
@@ -12,8 +14,9 @@ from tools.bench.interference import interference
 
 @pytest.mark.cluster
 def test_a_cluster_and_servers_are_measured_and_every_hop_between_two_workers(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    plot = tmp_path / "gaps.svg"
     addresses: list[str] = []
     stop = LocalCluster.stop
 
@@ -22,7 +25,7 @@ def test_a_cluster_and_servers_are_measured_and_every_hop_between_two_workers(
         servers = [f"one={cluster.base_url}", f"two={cluster.base_url}/=signpost"]
         bench.bench(["signpost"], in_flight="2", repetitions=1, requests=4, server=servers)
         loaded = [f"loaded={cluster.base_url}=signpost"]
-        interference(server=loaded, streams=1, images=1, size=56, seconds=0.5, repetitions=1)
+        interference(server=loaded, streams=1, images=1, size=56, seconds=0.5, repetitions=1, plot=plot)
         stop(cluster)
 
     monkeypatch.setattr(LocalCluster, "stop", compare_before_stop)
@@ -38,4 +41,5 @@ def test_a_cluster_and_servers_are_measured_and_every_hop_between_two_workers(
     assert [phase[1] for phase in phases] == ["alone", "beside images"]
     assert [float(phase[-1]) > 0 for phase in phases] == [False, True]
     assert all(float(phase[4]) > 0 for phase in phases)
+    assert "loaded, beside images" in plot.read_text()
     assert len(addresses) == 1
