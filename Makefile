@@ -147,9 +147,9 @@ dist: $(BIN)/python ## Build what a release publishes: the wheel, checked in an 
 
 gpu-check: $(VENV)/test.stamp ## On a machine with a GPU: what is there, is everything right, and how fast is it?
 	@$(BIN)/python -m tools.gpu_check.environment
-	@$(BIN)/python -m pytest -m gpu tests $(ARGS)
-	@$(BIN)/python -m tools.bench.gpu
-	@$(BIN)/python -m tools.bench.transports --repetitions 3
+	@status=0; $(BIN)/python -m pytest -m gpu tests $(ARGS) || status=$$?; \
+		$(BIN)/python -m tools.bench.gpu || status=$$?; \
+		$(BIN)/python -m tools.bench.transports --repetitions 3 || status=$$?; exit $$status
 
 # A library without a function is enough to link against where there is no driver: nothing is run.
 # In a folder of their own: pip must not take them for packages of the environment, whose torch is for CPUs.
