@@ -154,19 +154,20 @@ gpu-check: $(VENV)/test.stamp ## On a machine with a GPU: what is there, is ever
 # A library without a function is enough to link against where there is no driver: nothing is run.
 # In a folder of their own: pip must not take them for packages of the environment, whose torch is for CPUs.
 SOURCES := build/gpu-sources
-# Both ends of the range in pyproject.toml.
+# Both ends of the range in pyproject.toml, and what the GPU image has.
 OLDEST := 0.7.1
 NEWEST := 0.7.4
+IN_IMAGE := $(shell sed -n 's/^ARG FLASHINFER=//p' Dockerfile)
 # Without its other dependencies, which have hundreds of MiB and serve kernels that are not called.
 NEEDED := 'apache-tvm-ffi<0.2' einops tabulate nvidia-ml-py click triton==3.6.0 ninja nvidia-curand
 WITH_SOURCES := FLASHINFER_WORKSPACE_BASE=$(CURDIR)/build/flashinfer FLASHINFER_CUDA_ARCH_LIST=$${FLASHINFER_CUDA_ARCH_LIST:-9.0a} PYTHONPATH=$(SOURCES)
-gpu-sources: $(SOURCES)/$(OLDEST).stamp $(SOURCES)/$(NEWEST).stamp ## Without a GPU: our Triton kernels and the fake of FlashInfer against the real packages (0.5 GB); with nvcc, build FlashInfer's kernels.
+gpu-sources: $(SOURCES)/$(OLDEST).stamp $(SOURCES)/$(IN_IMAGE).stamp $(SOURCES)/$(NEWEST).stamp ## Without a GPU: our Triton kernels and the fake of FlashInfer against the real packages (0.5 GB); with nvcc, build FlashInfer's kernels.
 	@$(BIN)/python tools/compose/requirements.py pyproject.toml worker cuda > $(SOURCES)/image.txt
-	@sed -n 's/^ARG FLASHINFER=/flashinfer-python==/p' Dockerfile > $(SOURCES)/image-constraints.txt
+	@echo flashinfer-python==$(IN_IMAGE) > $(SOURCES)/image-constraints.txt
 	@PIP_CONSTRAINT=$(SOURCES)/image-constraints.txt $(PIP) install --quiet --dry-run --ignore-installed \
 		--requirement $(SOURCES)/image.txt --report $(SOURCES)/image.json && echo "packages of the GPU image: $(SOURCES)/image.json"
 	@$(WITH_SOURCES) $(BIN)/python -m pytest -n 0 tests/engine/native/test_triton_kernels.py $(ARGS)
-	@set -e; for version in $(OLDEST) $(NEWEST); do echo "FlashInfer $$version:"; \
+	@set -e; for version in $(OLDEST) $(IN_IMAGE) $(NEWEST); do echo "FlashInfer $$version:"; \
 		$(WITH_SOURCES)/$$version:$(SOURCES) $(BIN)/python -m pytest -n 0 \
 		tests/engine/attention/test_flashinfer_signatures.py tests/tools/gpu_check/test_gpu_kernels.py $(ARGS); done
 	@command -v nvcc >/dev/null 2>&1 || { echo "no nvcc: FlashInfer's kernels are not built"; exit 0; }; \
