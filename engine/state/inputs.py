@@ -16,7 +16,8 @@ From them, per step, with M = max_model_len and K = max_blocks_per_seq:
 
 All arrays of StepInputs live in memory made at start: a step writes into it, and allocates none of them. So does the
 block table of cross-attention (`engine.runner.cross`). What attention backends derive from them (pages, the requests of
-tokens) is theirs: made per step, but for recorded steps. Numbers are int64: PyTorch indexes by these.
+tokens, masks) is theirs: made per step, for recorded steps as the contents of buffers made at start. Numbers are int64:
+PyTorch indexes by these.
 """
 
 from __future__ import annotations

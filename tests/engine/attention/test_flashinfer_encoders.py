@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from common.families import FAMILIES
@@ -132,11 +133,13 @@ def test_encoders_give_the_same_rows_with_a_plan_for_each_kind_of_sequences(
     expected = [rows for batch in batches for rows in encoder.encode(batch)]
     part = flash_part(encoder)
     assert part is not None
-    with flashinfer_on_cpu(head_dims):
+    with flashinfer_on_cpu(head_dims), capture_logs() as logs:
         assert use_flashinfer(part, CPU)
         before = Wrapper.num_plans
         got = [rows for batch in batches for rows in encoder.encode(batch)]
     assert Wrapper.num_plans - before == (len(batches) * kinds if head_dims is SERVED else 0)
+    told = [line for line in logs if line["event"] == "attention by PyTorch instead of FlashInfer"]
+    assert len(told) == (head_dims is not SERVED), "once, not for each layer or batch"
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.model_info import ModelInfo
+from engine.attention.metadata import AttentionMetadata
 from engine.attention.visible import causal_keys
 from engine.cache.block_manager import BlockManager
 from engine.runner.cross import CrossBatch
@@ -301,12 +302,23 @@ def test_tensors_of_every_step_lie_in_the_buffers_made_at_start(request: pytest.
         assert 0 <= input_ids.data_ptr() - start.data_ptr() < start.nbytes
         return embed(input_ids)
 
+    def watched_plan(metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> Any:
+        if metadata.causal:
+            planned.add(len(metadata.seq_lens))
+            assert 0 <= metadata.block_table.data_ptr() - start.data_ptr() < start.nbytes
+            assert metadata.host_table is not None
+            assert metadata.host_table.ctypes.data == metadata.block_table.data_ptr(), "on a CPU"
+        return plan(metadata, block_size, dtype)
+
+    planned = set[int]()
+    plan, runner.backend.plan = runner.backend.plan, watched_plan  # type: ignore[method-assign]
     runner.model.forward, runner.model.embed = watched, watched_embed  # type: ignore[method-assign]
     driver = Driver(engine)
     for number in range(3):
         driver.add(Job(str(number), [*shown, *text_tokens(number, 9 + 5 * number)], greedy(4), media[number]))
     driver.finish()
     assert {16, 3} <= seen, "prompts in parts, and decodes"
+    assert 3 in planned
     assert cross is None or 3 in reads
 
 

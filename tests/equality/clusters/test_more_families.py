@@ -45,7 +45,9 @@ async def test_answers_equal_transformers(name: str, folder_of: FolderOf, cases_
             assert [answer.token_ids for answer in answers] == expected_of(cases)
             assert [answer.text for answer in answers] == [served.text.decode(case.expected) for case in cases]
         assert served.total("decode", "prefill_handoffs_total") >= 2 * sum(len(case.prompt) > 1 for case in cases)
+        apart_before = served.total("decode", "prefill_handoffs_total")
         await _compare_two_sequences(served, cases[-1])
+        assert served.total("decode", "prefill_handoffs_total") - apart_before == len(SEARCHES)
         assert served.total("decode", "recomputed_tokens_total") == 0
         assert served.total("decode", "inputs_stored_total") == 0, "media go to the prefill worker alone"
         await served.wait_until_nothing_is_held()
