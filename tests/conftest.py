@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import structlog
 
@@ -22,10 +23,15 @@ COMPARING = frozenset(
 each cluster's own name."""
 
 _create_context = ssl.create_default_context
+hypothesis.settings.register_profile("busy machine", deadline=None)
 
 
 def pytest_configure() -> None:
-    """HTTP clients read the world's certificates for 30 ms each, also those that speak plain HTTP: here, once."""
+    """HTTP clients read the world's certificates for 30 ms each, also those that speak plain HTTP: here, once.
+
+    No example has to end within 200 ms, as hypothesis would have it.
+    """
+    hypothesis.settings.load_profile("busy machine")
     shared = cache(_create_context)
 
     def create(*args: Any, **kwargs: Any) -> ssl.SSLContext:

@@ -21,7 +21,6 @@ SETTINGS = settings(
     max_examples=1000 if DEEP else 12,
     stateful_step_count=80 if DEEP else 40,
     derandomize=not DEEP,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
     print_blob=True,
 )

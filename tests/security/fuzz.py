@@ -44,7 +44,6 @@ def examples(few: int = FEW) -> Callable[[Test], Test]:
         max_examples=EXAMPLES or few,
         derandomize=not EXAMPLES,
         database=None,
-        deadline=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )

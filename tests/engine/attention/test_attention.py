@@ -38,7 +38,7 @@ HEAD_DIMS = (8, 20, 32, 48, 64, 80, 96, 112, 128, 144, 256)
 
 
 @pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(shapes(head_dims=HEAD_DIMS, max_group=8), DTYPES, SEEDS, SCALES)
 def test_paged_equals_dense(
     backend: AttentionBackend, shape: Shape, dtype: torch.dtype, seed: int, scale: float | None
@@ -75,7 +75,7 @@ def test_the_steps_of_the_document_have_its_masks(
 
 
 @pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(shapes(head_dims=HEAD_DIMS, max_group=8), DTYPES, SEEDS, WINDOWS, st.sampled_from(sorted(BIASES)))
 def test_biases_masks_and_windows_equal_dense(
     backend: AttentionBackend, shape: Shape, dtype: torch.dtype, seed: int, window: int | None, kind: str
@@ -118,7 +118,7 @@ def test_a_recorded_step_refuses_a_bias_that_it_was_not_made_for() -> None:
 
 
 @pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(shapes(causal=False), DTYPES, SEEDS)
 def test_each_token_sees_its_own_range_of_keys(
     backend: AttentionBackend, shape: Shape, dtype: torch.dtype, seed: int
@@ -134,7 +134,7 @@ def test_each_token_sees_its_own_range_of_keys(
 
 
 @pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(shapes(causal=True), DTYPES, SEEDS, WINDOWS)
 def test_tokens_of_whole_inputs_see_keys_behind_themselves(
     backend: AttentionBackend, shape: Shape, dtype: torch.dtype, seed: int, window: int | None

@@ -40,7 +40,7 @@ CAUSAL = shapes(causal=True, head_dims=(64, 128), max_group=8, max_queries=9)
 CROSS = shapes(causal=False, head_dims=(64, 128), max_group=8, max_queries=9)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(CAUSAL, HALVES, SEEDS, SCALES, WINDOWS)
 def test_self_attention_equals_dense(
     shape: Shape, dtype: torch.dtype, seed: int, scale: float | None, window: int | None
@@ -50,7 +50,7 @@ def test_self_attention_equals_dense(
     assert_equal(paged.attend(BACKEND, scale=scale, window=window), expected, dtype)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(CROSS, HALVES, SEEDS, SCALES)
 def test_cross_attention_equals_dense_and_is_zero_without_keys(
     shape: Shape, dtype: torch.dtype, seed: int, scale: float | None
@@ -63,7 +63,7 @@ def test_cross_attention_equals_dense_and_is_zero_without_keys(
     assert not got[torch.tensor(blind)].any()
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(CROSS, SEEDS, st.booleans())
 def test_ranges_of_keys_equal_dense_whoever_computes_them(shape: Shape, seed: int, common: bool) -> None:
     """Tokens of one request that see the same first keys stay with FlashInfer (`common`)."""
@@ -81,7 +81,7 @@ def test_ranges_of_keys_equal_dense_whoever_computes_them(shape: Shape, seed: in
         assert Wrapper.num_plans > plans
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(CAUSAL, SEEDS, WINDOWS)
 def test_keys_behind_tokens_of_whole_inputs_are_seen_by_a_mask(shape: Shape, seed: int, window: int | None) -> None:
     paged = Paged(shape, torch.bfloat16, seed)
@@ -91,7 +91,7 @@ def test_keys_behind_tokens_of_whole_inputs_are_seen_by_a_mask(shape: Shape, see
     assert Wrapper.num_plans > plans, "none of it is PyTorch's"
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(shapes(head_dims=(8, 72), max_queries=9), SEEDS, st.sampled_from(sorted(BIASES)))
 def test_what_is_not_served_is_computed_by_pytorch(shape: Shape, seed: int, kind: str) -> None:
     paged, bias = Paged(shape, torch.bfloat16, seed), BIASES[kind](shape.num_heads)
@@ -103,7 +103,7 @@ def test_what_is_not_served_is_computed_by_pytorch(shape: Shape, seed: int, kind
     assert Wrapper.num_plans == plans
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.one_of(CAUSAL, CROSS), SEEDS, WINDOWS, st.sampled_from(["by position", "by request", "mask"]))
 def test_masks_are_flashinfers_and_addends_go_to_pytorch_said_once(
     shape: Shape, seed: int, window: int | None, kind: str
@@ -255,7 +255,7 @@ def fixed_backends() -> list[AttentionBackend]:
 
 
 @pytest.mark.parametrize("backend", fixed_backends(), ids=lambda backend: backend.name)
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(st.data(), st.booleans(), st.sampled_from([1, 4, 7]), WINDOWS)
 def test_plans_at_fixed_addresses_follow_the_batch(
     backend: AttentionBackend, data: st.DataObject, causal: bool, group: int, window: int | None
@@ -274,7 +274,7 @@ def test_plans_at_fixed_addresses_follow_the_batch(
         assert_equal(got, dense(paged.query, paged.key, paged.value, mask), torch.bfloat16)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.data(), st.booleans(), WINDOWS)
 def test_plans_of_prompts_follow_the_batch(data: st.DataObject, causal: bool, window: int | None) -> None:
     """Up to four requests of any lengths in a plan for 40 tokens: one more has the padding, if there is any."""

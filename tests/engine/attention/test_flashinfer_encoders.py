@@ -180,7 +180,7 @@ MASKS = ("none", "bool", "heads", "addends", "position_bias")
 
 
 @pytest.mark.parametrize("path", ["float32", "bfloat16", "flashinfer", "flashinfer, laid end to end"])
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.data(), st.sampled_from([16, 64, 72]), st.sampled_from([torch.bfloat16, torch.float32]), st.booleans())
 def test_encoder_attention_is_block_diagonal_and_takes_masks_of_each_item(
     attention: dict[str, Callable[..., Any]],
@@ -219,7 +219,7 @@ def test_encoder_attention_is_block_diagonal_and_takes_masks_of_each_item(
     assert_equal(got.flatten(0, 1), dense(*tokens, mask, scale), dtype, biased=kind != "none")
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=5), st.sampled_from([16, 64, 80]), st.integers(0, 2**32 - 1))
 @torch.inference_mode()
 def test_a_vision_tower_attends_within_each_picture_or_window(lengths: list[int], head_dim: int, seed: int) -> None:

@@ -122,7 +122,7 @@ prompts = st.lists(st.tuples(st.integers(0, 1), st.integers(1, 20), st.integers(
 
 
 @given(prompts=prompts, num_blocks=st.integers(8, 40), staggered=st.booleans())
-@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_tokens_are_the_same_with_and_without_it(
     tiny_llama: ModelInfo, prompts: list[tuple[int, int, int]], num_blocks: int, *, staggered: bool
 ) -> None:

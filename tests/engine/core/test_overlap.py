@@ -366,7 +366,7 @@ def some_job(number: int, kind: int) -> Job:
 
 
 @given(operations(), st.sampled_from(["swap", "recompute"]))
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_whatever_happens_in_flight_the_books_add_up_and_the_tokens_are_the_same(
     tiny_llama: ModelInfo, steps: list[tuple[str, int]], policy: str
 ) -> None:

@@ -245,5 +245,5 @@ class ReceiverMachine(RuleBasedStateMachine):
                 self._send(request, "self", event.first_token, offer.num_tokens, event.attempt)
 
 
-ReceiverMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+ReceiverMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestReceiver = ReceiverMachine.TestCase

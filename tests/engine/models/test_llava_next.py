@@ -56,7 +56,7 @@ def test_prompts_and_pixels_equal_transformers(folder: Path, size: tuple[int, in
     assert shape == (layout.num_encoder_tokens, 64)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(1, 300), st.integers(1, 300))
 def test_any_size_has_as_many_tokens_as_rows(folder: Path, encoder: EncoderModel, width: int, height: int) -> None:
     processors.init_worker(str(folder), "float32")

@@ -59,7 +59,7 @@ def assert_rounded(got: Tensor, exact: Tensor) -> None:
     torch.testing.assert_close(got.float(), exact, rtol=2**-7, atol=1e-3 * float(exact.abs().max()) + 1e-6)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @example(rows=13, columns=24, fours=1, beside=2, biased=True, seed=0)  # the least that is packed
 @example(rows=ops.MAX_LINEAR_ROWS, columns=96, fours=50, beside=0, biased=False, seed=0)  # packed at a time
 @example(rows=9, columns=25, fours=1, beside=2, biased=True, seed=0)
@@ -84,7 +84,7 @@ def test_linear(rows: int, columns: int, fours: int, beside: int, biased: bool, 
     assert_rounded(layer(x), F.linear(x.float(), layer.weight.float(), bias))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.integers(1, ops.MAX_FLOAT32_ROWS),
     st.integers(8, 100),
@@ -110,7 +110,7 @@ def test_linear_of_more_dimensions_than_two() -> None:
     assert torch.equal(layer(x), layer(x.flatten(0, 1)).unflatten(0, (3, 5)))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(1, 40), st.integers(1, 150), st.booleans(), SEEDS)
 @torch.inference_mode()
 def test_norm_with_and_without_a_sum(rows: int, size: int, summed: bool, seed: int) -> None:
@@ -123,7 +123,7 @@ def test_norm_with_and_without_a_sum(rows: int, size: int, summed: bool, seed: i
     assert_rounded(got, F.rms_norm(total.float(), (size,), norm.weight.float(), 1e-5))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(1, 20), st.integers(1, 100), SEEDS)
 @torch.inference_mode()
 def test_gated_activation(rows: int, size: int, seed: int) -> None:
@@ -132,7 +132,7 @@ def test_gated_activation(rows: int, size: int, seed: int) -> None:
     assert_rounded(silu_mul(gate_up), F.silu(gate) * up)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     st.integers(1, 20),
     st.integers(1, 5),
@@ -153,7 +153,7 @@ def test_rotation_changes_its_heads_and_nothing_else(
     assert torch.equal(wide[:, heads:], before[:, heads:])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.integers(1, 2),
     st.tuples(st.integers(1, 2), st.integers(1, 3)),
@@ -176,7 +176,7 @@ def test_dense_attention(
     torch.testing.assert_close(got, exact, rtol=2**-6, atol=2**-6 * float(exact.abs().max()))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(1, 230), st.integers(0, 90)), min_size=1, max_size=4),
     st.tuples(st.integers(1, 2), st.integers(1, 6)),

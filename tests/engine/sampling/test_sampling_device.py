@@ -59,7 +59,7 @@ def test_the_device_draws_what_the_host_draws(kind: str, vocab_size: int) -> Non
 
 
 @given(st.integers(0, 2**32), st.lists(st.sampled_from(sorted(LIMITS)), min_size=1, max_size=6), st.floats(0.05, 6.0))
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 def test_rows_of_any_scores_and_limits_draw_the_same(seed: int, names: list[str], scale: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn((len(names), 700), generator=generator) * scale

@@ -163,7 +163,7 @@ def test_numbers_of_a_seed_are_even_and_those_of_neighbouring_seeds_unrelated() 
     ),
     place=st.integers(0, 6),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_same_seed_draws_the_same_tokens_in_any_batch(
     seed: int, neighbours: list[tuple[int, float, int, float]], place: int
 ) -> None:

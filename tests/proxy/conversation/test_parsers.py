@@ -62,7 +62,7 @@ PARSERS = {
 
 
 @pytest.mark.parametrize("name", PARSERS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=st.lists(st.sampled_from(PIECES), max_size=12).map("".join), cuts=st.lists(st.integers(0, 200), max_size=6))
 def test_any_cuts_of_a_text_give_the_same_parts(name, text, cuts):
     whole = parts_of([text], *PARSERS[name]())
@@ -72,7 +72,7 @@ def test_any_cuts_of_a_text_give_the_same_parts(name, text, cuts):
 
 
 @pytest.mark.parametrize("name", CALL_PARSERS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
 def test_text_without_a_valid_call_stays_as_it_is(name, text):
     parts = calls_of(name, text)

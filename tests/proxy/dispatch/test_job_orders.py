@@ -258,7 +258,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "BACKOFF_S", 0.0)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data(), st.lists(st.sampled_from(WORKER_ROLES), max_size=5), st.integers(0, 2), st.booleans())
 def test_tokens_come_once_and_nothing_is_left(
     data: st.DataObject, roles: list[Role], num_inputs: int, prompt_logprobs: bool

@@ -78,7 +78,7 @@ steps = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.integers(1, 12), st.lists(steps, max_size=60))
 def test_every_place_comes_back_however_a_fetch_ends(num_slots: int, story: list[tuple[str, int]]) -> None:
     async def play() -> None:

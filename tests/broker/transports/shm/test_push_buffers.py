@@ -69,7 +69,7 @@ def test_memory_that_was_not_touched_in_time_is_not_waited_for() -> None:
 ACTIONS = ("reserve", "touch", "send", "discard", "full", "not full")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 7)), max_size=40))
 def test_in_whatever_order_each_push_ends_once(actions: list[tuple[str, int]]) -> None:
     """Announced and received whole, or withdrawn, as soon as the receiver hears again; and its slot is free again."""

@@ -246,7 +246,7 @@ async def test_a_receiver_that_closes_ends_a_waiting_send_at_once(kit: Kit) -> N
     assert held[0].data.nbytes == 3 * MIB  # still mapped
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.one_of(st.integers(0, 3000), st.floats(0, 0.999)), max_size=60))
 def test_rooms_never_overlap_and_all_of_the_arena_comes_back(plan: list[int | float]) -> None:
     """Integers ask for so many bytes, floats give back one of the rooms."""

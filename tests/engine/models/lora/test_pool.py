@@ -44,7 +44,7 @@ def make_pool(llama: Path, modules: list[str], max_loras: int) -> AdapterPool:
 
 
 @given(data=st.data(), max_loras=st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_is_needed_stays_and_the_least_recently_used_goes(
     llama: Path,
     decoder_and_files: tuple[DecoderModel, AdapterFiles, list[str]],

@@ -90,7 +90,7 @@ def test_rounding_is_at_most_half_a_step_and_zeros_stay() -> None:
     assert not dequantised(small)[3].any()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     kind=st.sampled_from(["int8", "int8 with zeros", "int4", "e4m3"]),
     rows=st.integers(1, 70),
