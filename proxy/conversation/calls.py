@@ -28,6 +28,8 @@ _TYPES: Final[dict[type, tuple[str, ...]]] = {
     dict: ("object",),
 }
 """Types of JSON schemas by those of Python. Text in quotes is itself, quotes included, where a schema takes strings."""
+_PYTHON: Final = {"True": True, "False": False, "None": None}
+"""As the templates of Qwen show values of earlier calls, and their models write them."""
 
 
 class Malformed(Exception):
@@ -213,8 +215,8 @@ class MistralCalls(CallParser):
 class XmlCalls(CallParser):
     """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`: Qwen3-Coder, Qwen3.5.
 
-    A value is text where the tool's schema says so, and otherwise JSON where it can be read as such. As in vLLM,
-    `<tool_call>` and `</parameter>` may be missing, which the models leave out at times.
+    A value is text where the tool's schema says so, otherwise JSON, or Python's True, False and None, where it can be
+    read as such. As in vLLM, `<tool_call>` and `</parameter>` may be missing, which the models leave out at times.
     """
 
     marker, head, trailer = "<tool_call>", "<function=", "</tool_call>"
@@ -254,11 +256,12 @@ def _parsed(text: str) -> Any:
 def _value(schema: Mapping[str, Any], name: str, text: str) -> Any:
     properties = schema.get("properties")
     of_name = properties.get(name) if isinstance(properties, dict) else None
+    takes_text = _allows(of_name, ("string",), text)
     try:
-        value = _parsed(text)
+        value = _PYTHON[text] if text in _PYTHON and not takes_text else _parsed(text)
     except Malformed:
         return text
-    return text if _allows(of_name, ("string",), text) and not _allows(of_name, _TYPES[type(value)], value) else value
+    return text if takes_text and not _allows(of_name, _TYPES[type(value)], value) else value
 
 
 def _allows(schema: Any, types: Collection[str], value: Any) -> bool:
