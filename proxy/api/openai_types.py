@@ -180,6 +180,8 @@ class Message(BaseModel):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    provider_specific_fields: Any = None
+    """Of LiteLLM, whose answers repeat here what they have elsewhere: not looked at."""
 
     @model_validator(mode="after")
     def _complete(self) -> Message:

@@ -70,6 +70,13 @@ def test_long_values_end_at_a_word_with_an_ellipsis() -> None:
     assert shown("x" * 100) == "'" + "x" * 75 + " …"
 
 
+async def test_an_answer_as_litellm_returns_it_may_be_sent_back(rig) -> None:
+    answer = {"role": "assistant", "content": "CAFE", "reasoning_content": "hm"}
+    answer["provider_specific_fields"] = {"reasoning": "hm"}
+    response = await rig.http.post("/v1/chat/completions", json={"messages": [*MESSAGES, answer, *MESSAGES]})
+    assert response.status_code == 200, response.text
+
+
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/moderations", "/v1/images/generations", "/v1/audio/speech"])
 async def test_routes_that_are_not_served_say_what_is(rig, path) -> None:
     response = await rig.http.post(path, json={})
