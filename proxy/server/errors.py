@@ -136,7 +136,7 @@ def refuse_unsupported(
 ) -> None:
     """Raise TriptychError("invalid_request") for a field that is not `ignored`, nor has one of its values of `off`."""
     for name, value in (fields or {}).items():
-        if name not in off and name not in ignored:
+        if value is not None and name not in off and name not in ignored:
             raise invalid(f"{name:.80} is not a known field: leave it out{closest(name[:80], known)}", name[:80])
         if name in off and (value, type(value) is bool) not in ((one, type(one) is bool) for one in off[name]):
             raise unsupported(name, value)

@@ -152,7 +152,7 @@ def messages_of(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _message(item: dict[str, Any], where: str) -> dict[str, Any]:
-    kind = item.get("type", "message")
+    kind = item.get("type") or "message"
     if kind == "message":
         return {"role": item.get("role"), "content": _content(item.get("content"), f"{where}.content")}
     if kind == "function_call":

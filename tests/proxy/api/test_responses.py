@@ -244,6 +244,12 @@ async def test_wrong_fields_are_refused_by_their_names_here(response_rig, fields
     assert says in error["message"]
 
 
+async def test_null_counts_as_not_given(response_rig):
+    body = {"input": [{"type": None, "role": "user", "content": "x"}], "context_management": None}
+    response = await response_rig.http.post("/v1/responses", json=body)
+    assert response.status_code == 200, response.text
+
+
 async def test_an_empty_schema_permits_any_json(response_rig):
     form = {"type": "json_schema", "name": "any", "schema": {}}
     assert (await ask(response_rig, text={"format": form})).text.format.schema_ == {}

@@ -35,6 +35,7 @@ ACCEPTED = {
     "cache_salt": None,
     "vllm_xargs": {},
     "chat_template": None,
+    "moderation": None,
 }
 MESSAGES = [{"role": "user", "content": "What does the sign say?"}]
 
