@@ -37,6 +37,7 @@ IGNORED: Final = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
+        "prompt_cache_options",
         "request_id",
         "guided_decoding_backend",
         "prediction",  # of OpenAI's, to speed up: the text is the same without
@@ -57,6 +58,7 @@ ACCEPTED_OFF: Final[dict[str, tuple[Any, ...]]] = {
     "modalities": (None, ["text"]),
     "audio": (None,),
     "reasoning_effort": (None,),
+    "include_reasoning": (None, True),
     "web_search_options": (None,),
     "cache_salt": (None, ""),  # keeps tenants' caches apart: to ignore it would break that promise
     "chat_template": (None,),

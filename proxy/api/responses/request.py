@@ -22,7 +22,7 @@ PASSED_ON: Final = frozenset(
 IGNORED: Final = frozenset(
     (
         *("metadata", "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-        *("max_tool_calls", "stream_options"),
+        *("prompt_cache_options", "max_tool_calls", "stream_options"),
     )
 )
 """Fields without influence on the answer; `max_tool_calls` counts OpenAI's own tools."""

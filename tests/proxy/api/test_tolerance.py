@@ -25,6 +25,8 @@ ACCEPTED = {
     "metadata": {"a": "b"},
     "safety_identifier": "x",
     "prompt_cache_key": "x",
+    "prompt_cache_options": {"mode": "explicit"},
+    "include_reasoning": True,
     "audio": None,
     "detokenize": True,
     "stream_options": {"include_usage": None, "include_obfuscation": False},
