@@ -24,6 +24,8 @@ _COMPOSED: Final = frozenset(("$ref", "allOf", "anyOf", "oneOf", "patternPropert
 """Keywords that may add properties to an object."""
 _NAMING: Final = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 """Keywords of schemas by names, and these may read like keywords."""
+_ANY_NAME: Final = ("propertyNames", {"type": "string"})
+"""What zod writes for each of its records. It allows all names, and llguidance takes no rule for names."""
 _HEAD: Final = re.compile(r'\s*\}?\s*[\[,]\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"parameters"\s*:\s*(?=\{)')
 
 
@@ -58,7 +60,8 @@ def closed(schema: Any, by_name: bool = False) -> Any:
         return {name: closed(value) for name, value in schema.items()}
     kept = _KEPT | (_COMPOSED if "properties" in schema else frozenset())
     end = {"additionalProperties": False} if "properties" in schema and not schema.keys() & _COMPOSED else {}
-    return end | {name: value if name in kept else closed(value, name in _NAMING) for name, value in schema.items()}
+    rules = {name: value for name, value in schema.items() if (name, value) != _ANY_NAME}
+    return end | {name: value if name in kept else closed(value, name in _NAMING) for name, value in rules.items()}
 
 
 class NamedCall:

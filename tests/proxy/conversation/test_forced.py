@@ -26,10 +26,19 @@ END = {"additionalProperties": False}
             END | {"properties": {"examples": END | A, "properties": END | A}},
         ),
         (True, True),
+        ({"propertyNames": {"enum": ["a"]}}, {"propertyNames": {"enum": ["a"]}}),
     ],
 )
 def test_objects_have_the_properties_that_they_list(schema: Any, expected: Any) -> None:
     assert closed(schema) == expected
+
+
+def test_that_names_are_text_is_no_rule() -> None:
+    """zod says so of every record, and llguidance refuses `propertyNames`."""
+    record = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "number"}}
+    allowed = {"type": "object", "additionalProperties": {"type": "number"}}
+    assert closed({"items": record}) == {"items": allowed}
+    assert closed({"properties": {"propertyNames": {"type": "string"}}})["properties"].keys() == {"propertyNames"}
 
 
 @pytest.mark.parametrize("schema", [{"allOf": [A, B]}, A | {"anyOf": [B]}, {"if": A, "then": B}, A | {"$ref": "#/b"}])
