@@ -167,6 +167,9 @@ def _message(item: dict[str, Any], where: str) -> dict[str, Any]:
         text = _content(parts, f"{where}.content")
         texts = [part["text"] for part in text if part["type"] == "text"] if isinstance(text, list) else []
         return {"role": "assistant", "content": None, "reasoning_content": "\n".join(texts)}
+    if kind == "item_reference":
+        message = f"{where}: no item is found by its id here: send it whole, as the AI SDK does with `store: false`"
+        raise invalid(message, where)
     message = f"{where}: the type {kind!r:.60} is not supported: take message, function_call, function_call_output"
     raise invalid(f"{message} or reasoning", where)
 

@@ -219,7 +219,7 @@ def test_the_store_stays_within_its_budget_and_drops_the_longest_unused():
         ({"input": 5}, "input", "array"),
         ({"input": ["x"]}, "input[0]", "object"),
         ({"tool_choice": 5}, "tool_choice", "object"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "item_reference"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "send it whole, as the AI SDK"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0]", "input_image"),
         ({"input": [{"role": "wizard", "content": "x"}]}, "input", "system"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input", "input: call_id is missing"),
