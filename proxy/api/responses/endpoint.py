@@ -143,7 +143,7 @@ class _Response:
         num_reasoning = len(self.service.text.encode(reasoning, add_special_tokens=False)) if reasoning else 0
         return {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": num_reasoning},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,

@@ -49,6 +49,7 @@ async def test_text_is_answered_with_all_fields_of_a_response(response_rig):
     assert (await response_rig.http.get(f"/v1/requests/{answer.id}/timeline")).json()["request_id"] == answer.id
     assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
     assert answer.usage.input_tokens_details.cached_tokens == answer.usage.output_tokens_details.reasoning_tokens == 0
+    assert answer.usage.input_tokens_details.cache_write_tokens == 0
     assert prompt(response_rig).startswith("<system>Be brief.<user>Which?")
     assert response_rig.cluster.decoders[0].of(Generate)[-1].sampling.max_tokens == 20
 
