@@ -84,7 +84,7 @@ class CallParser:
         size = len(self.marker)
         if self.bare and self._begins and self._held[start : start + 1] == "{":
             at, size = start, 0
-        if self.head and (head := self._held.find(self.head)) >= 0 and not 0 <= at < head:
+        if self.head and (head := self._held.find(self.head, 0, at if at >= 0 else None)) >= 0:
             at, size = head, 0
         if at < 0:
             return self._text(final)

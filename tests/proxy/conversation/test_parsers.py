@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from itertools import pairwise
 
 import pytest
@@ -176,6 +177,17 @@ def test_calls_of_qwen3_coder_may_lack_their_outer_tag_and_ends_of_parameters():
     assert calls_of("qwen3_coder", f"{text}\n<function=now></function>") == [("content", "Well."), *found, *NOW]
     kept = "<tool_call>\n<function=other>\n</function> and <function=now"
     assert calls_of("qwen3_coder", kept) == [("content", kept)]
+
+
+def test_markers_without_calls_take_qwen3_coder_as_long_as_others():
+    """It looked through all the text behind each of them for a call that lacks the marker."""
+
+    def seconds(name):
+        begin_s, parser = time.process_time(), CALL_PARSERS[name](TOOLS)
+        assert parser.feed("<tool_call>" * 20_000, final=True)
+        return time.process_time() - begin_s
+
+    assert seconds("qwen3_coder") < 3 * seconds("hermes")
 
 
 @pytest.mark.parametrize(
