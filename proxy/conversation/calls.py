@@ -62,9 +62,10 @@ class CallParser:
         self._value: JsonValue | None = None
 
     def feed(self, text: str, *, final: bool = False) -> list[AnswerPart]:
+        are_blanks = not final and self._held[-1:].isspace() and not text.strip(_BLANKS)
         self._held += text
         parts: list[AnswerPart] = []
-        while (found := self._next(final)) is not None:
+        while not are_blanks and (found := self._next(final)) is not None:  # blanks behind others change nothing
             parts += found
         return parts
 
@@ -79,11 +80,10 @@ class CallParser:
         """Take the next text or call from the held text; None where more text must come first."""
         if self._num_calls and self._begins and not self._skip_between(final):
             return None
-        start = len(self._held) - len(self._held.lstrip(_BLANKS))
         at = self._held.find(self.marker)
         size = len(self.marker)
-        if self.bare and self._begins and self._held[start : start + 1] == "{":
-            at, size = start, 0
+        if self.bare and self._begins and self._held.lstrip(_BLANKS)[:1] == "{":
+            at, size = self._held.index("{"), 0
         if self.head and (head := self._held.find(self.head, 0, at if at >= 0 else None)) >= 0:
             at, size = head, 0
         if at < 0:
