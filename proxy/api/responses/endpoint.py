@@ -46,8 +46,7 @@ async def responses(service: Service, context: RequestContext) -> AsyncGenerator
             raise known from None
     value = response.value()
     if response.is_kept:
-        items = response.output.messages()
-        service.responses.put(value, messages + (messages_of(items) if items else []))
+        service.responses.put(value, messages + messages_of(response.output.items))
     if body.stream:
         yield response.sse({"type": f"response.{value['status']}", "response": value})
         yield Sse(None)

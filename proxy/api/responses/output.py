@@ -85,10 +85,6 @@ class ResponseOutput:
             yield from self._begin("message", "")
         yield from self.close(status)
 
-    def messages(self) -> list[dict[str, Any]]:
-        """Return the items as inputs of a later request."""
-        return [item for item in self.items if item["type"] != "reasoning"]
-
     def reasoning(self) -> str:
         return "".join(item["content"][0]["text"] for item in self.items if item["type"] == "reasoning")
 

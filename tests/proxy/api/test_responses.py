@@ -188,6 +188,19 @@ async def test_kept_responses_are_continued_fetched_and_forgotten(response_rig):
         await response_rig.client.responses.retrieve(unkept.id)
 
 
+async def test_reasoning_goes_on_with_a_kept_response_as_with_its_items(response_rig):
+    answers(response_rig, f"<think>hm</think>{CALLS}")
+    first = await ask(response_rig, tools=[NOW, WEATHER])
+    calls = [item.call_id for item in first.output if item.type == "function_call"]
+    results = [{"type": "function_call_output", "call_id": call, "output": "rain"} for call in calls]
+    await ask(response_rig, tools=[NOW, WEATHER], input=results, previous_response_id=first.id)
+    by_id = prompt(response_rig)
+    whole = [{"role": "user", "content": "Which?"}, *(item.model_dump() for item in first.output), *results]
+    await ask(response_rig, tools=[NOW, WEATHER], input=whole)
+    assert "(thought: hm)" in by_id
+    assert by_id == prompt(response_rig)
+
+
 async def test_without_a_budget_nothing_is_kept_and_the_setting_is_named(rig):
     answer = await ask(rig, store=True)
     assert not answer.store
