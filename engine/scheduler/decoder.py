@@ -347,7 +347,7 @@ class DecoderScheduler:
         first, lookup = request.sequences[0], self.cache_lookup
         num_cached = len(lookup.prefix(request)) * self.blocks.block_size
         computable = request.num_computable_tokens(first, num_cached, cross_covered=lookup.covers_cross(request))
-        return min(computable - num_cached, budget)
+        return max(0, min(computable - num_cached, budget))  # the prefix may end within a missing input
 
     def _is_behind_the_line(self, request: Request) -> bool:
         return self.line_end is not None and request.order > self.line_end.order

@@ -316,6 +316,29 @@ def test_prompts_of_text_need_not_wait_for_images_that_came_before(
     assert {key: driver.tokens[key] for key in alone} == alone
 
 
+def test_images_whose_first_rows_are_cached_take_nothing_from_the_prompts_that_wait(tiny_vision: ModelInfo) -> None:
+    """The pace follows the number of tokens that could be computed: of these images none, until they are there."""
+    engine = make_engine(tiny_vision, encoder_cache_bytes=43 * 64 * 4)
+    placeholder, counted = tiny_vision.placeholder_token_id or 0, list[int]()
+    for content in ("cat", "dog"):  # the second one takes the first one's place in the encoder cache
+        run(engine, [Job(content, [placeholder, 9], greedy(2), [(content, 43)])])
+    driver = Driver(engine)
+    driver.add(text("decodes", 4, greedy(30)))
+    driver.step_to_token(1, "decodes")
+    driver.add(text("prompt", 90, greedy(1)))
+    for number in range(3):
+        driver.add(Job(f"question {number}", [placeholder, 10 + number], greedy(2), [("cat", 43)]))
+
+    def limit(num_decodes: int, context: int, num_waiting: int) -> int:
+        counted.append(num_waiting)
+        return 16
+
+    engine.scheduler.pace = cast(Any, SimpleNamespace(observe=lambda *_: None, limit=limit, last_limit=16))
+    driver.step()
+    assert counted == [90]
+    driver.finish()
+
+
 def test_an_answer_that_is_computed_again_does_not_yield_to_text(tiny_vision: ModelInfo) -> None:
     driver = Driver(make_engine(tiny_vision, preemption="recompute"))
     driver.add(Job("image", [tiny_vision.placeholder_token_id or 0, 9], greedy(9), [("picture", 40)]))
