@@ -11,7 +11,6 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from common.errors import invalid
-from common.sampling_params import Grammar
 from proxy.api.structured import MAX_GRAMMAR_CHARS, Constraint
 from proxy.conversation.dialect import Dialect
 from proxy.conversation.forced import call_grammar
@@ -23,7 +22,10 @@ _NAME: Final = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
 class FunctionDefinition(BaseModel):
-    """A function that the model may call. `strict` is accepted: forced calls always follow the schema."""
+    """A function that the model may call.
+
+    Forced calls follow the schema. A rule that no grammar holds is left out; of a `strict` function it is refused.
+    """
 
     name: str
     description: str | None = None
@@ -179,7 +181,8 @@ class ToolFields(BaseModel):
         name = self.forced_name
         index = next((i for i, tool in enumerate(self.usable_tools) if tool.function.name == name), None)
         field = "tools" if index is None else f"tools[{index}].function.parameters"
-        grammar: Grammar = call_grammar(self.schemas, name, single=self.parallel_tool_calls is False)
+        strict = {tool.function.name for tool in self.usable_tools if tool.function.strict}
+        grammar = call_grammar(self.schemas, name, single=self.parallel_tool_calls is False, strict=strict)
         return Constraint(field, grammar)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, Final
 
 from common.sampling_params import Grammar
@@ -29,21 +29,27 @@ _ANY_NAME: Final = ("propertyNames", {"type": "string"})
 _HEAD: Final = re.compile(r'\s*\}?\s*[\[,]\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"parameters"\s*:\s*(?=\{)')
 
 
-def call_grammar(tools: Schemas, name: str | None = None, *, single: bool = False) -> Grammar:
-    """Return the grammar of a call of tool `name`, or of calls of any tools."""
+def call_grammar(
+    tools: Schemas, name: str | None = None, *, single: bool = False, strict: Container[str] = ()
+) -> Grammar:
+    """Return the grammar of a call of tool `name`, or of calls of any tools.
+
+    Rules of a schema that no grammar holds, such as `uniqueItems`, are left out; those of `strict` tools are refused as
+    the grammar is compiled.
+    """
     if name is not None:
-        return Grammar("grammar", f"start: {_arguments(tools, name)}\n")
+        return Grammar("grammar", f"start: {_arguments(tools[name], name in strict)}\n")
     more = "" if single else f' (", " call){{0,{MAX_FORCED_CALLS - 1}}}'
     lines = [f'start: "[" call{more} "]"', "call: " + " | ".join(f"tool_{i}" for i in range(len(tools)))]
     for i, one in enumerate(tools):
         head = json.dumps(f'{{"name": "{one}", "parameters": ')
-        lines.append(f'tool_{i}: {head} {_arguments(tools, one)} "}}"')
+        lines.append(f'tool_{i}: {head} {_arguments(tools[one], one in strict)} "}}"')
     return Grammar("grammar", "\n".join([*lines, ""]))
 
 
-def _arguments(tools: Schemas, name: str) -> str:
-    given = closed(tools[name] or {"properties": {}})
-    schema = {"type": "object", **given, "x-guidance": {"whitespace_flexible": False}}
+def _arguments(schema: Mapping[str, Any] | None, is_strict: bool) -> str:
+    given, options = closed(schema or {"properties": {}}), {"whitespace_flexible": False, "lenient": not is_strict}
+    schema = {"type": "object", **given, "x-guidance": options}
     return "%json " + json.dumps(schema)
 
 

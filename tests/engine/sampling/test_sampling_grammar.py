@@ -389,6 +389,21 @@ def test_where_no_thread_can_be_had_a_grammar_is_refused_as_overload(
     assert threading.stack_size() == size
 
 
+def test_a_rule_that_no_grammar_holds_is_left_out_of_forced_calls_but_for_strict_tools(sampler: Sampler) -> None:
+    """As Pydantic writes a set and bytes, and what is not a value."""
+    colours = {"type": "array", "items": {"enum": ["red"]}, "uniqueItems": True, "minItems": 1, "maxItems": 2}
+    properties = {"colours": colours, "data": {"enum": ["x"], "format": "binary"}, "not_one": {"not": {"const": 1}}}
+    tools = {"paint": {"properties": properties, "required": ["colours"]}, "now": None}
+    for name in ("paint", None):
+        sampler.check(SamplingParams(grammar=call_grammar(tools, name)))
+        sampler.check(SamplingParams(grammar=call_grammar({"now": None}, strict={"now"})))
+        with pytest.raises(TriptychError, match="Unimplemented keys"):
+            sampler.check(SamplingParams(grammar=call_grammar(tools, name, strict={"paint"})))
+    grammar = call_grammar(tools, "paint")
+    found = json.loads(generate(sampler, make_sequence(grammar=grammar, max_tokens=5000), 0, limit=5000))
+    assert found["colours"] in (["red"], ["red", "red"])
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_forced_calls_are_valid_calls_of_the_tools(sampler: Sampler, seed: int) -> None:
     """Objects have no properties but those of the schema, which is silent about further ones."""
