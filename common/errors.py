@@ -79,6 +79,11 @@ def invalid(message: str, param: str | None = None) -> TriptychError:
     return TriptychError("invalid_request", message, param)
 
 
+def how_to_install(extras: str) -> str:
+    """Return how to install Triptych with optional extras, as `worker,broker`; no package index has it."""
+    return f"pip install '.[{extras}]' in a checkout, or the wheel with [{extras}]"
+
+
 def closest(name: str, known: Iterable[str]) -> str:
     """Return the end of a sentence that offers the closest known name, rather one that begins alike; empty without."""
     close = get_close_matches(name, known)

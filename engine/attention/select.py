@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from common.errors import invalid
+from common.errors import how_to_install, invalid
 from common.telemetry import get_logger
 from engine.attention.backend import AttentionBackend
 from engine.attention.metadata import AttentionMetadata
@@ -47,7 +47,7 @@ def _flashinfer_backend(device: torch.device, dtype: torch.dtype, heads: HeadSpe
     try:
         backend = FlashInferBackend(device, dtype, heads)
     except ImportError as error:
-        reason = f"FlashInfer cannot be imported ({error}); install it with pip install 'triptych[cuda]'"
+        reason = f"FlashInfer cannot be imported ({error}); install it: {how_to_install('cuda')}"
         raise KernelsUnavailableError(reason) from error
     try:
         try_out(backend, device, dtype, heads)

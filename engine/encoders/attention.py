@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from common.errors import how_to_install
 from common.telemetry import get_logger
 from engine.attention.flashinfer.paged_batch import RaggedBatch
 from engine.attention.flashinfer.ragged import KEPT_PLANS, FlashInferRagged
@@ -103,7 +104,7 @@ def use_flashinfer(module: PreTrainedModel, device: torch.device) -> bool:
     try:
         ragged = FlashInferRagged(Workspace(load_flashinfer(), device, RAGGED_WORKSPACE_BYTES))
     except ImportError as error:
-        _warn(f"FlashInfer cannot be imported ({error}); install it with pip install 'triptych[cuda]'")
+        _warn(f"FlashInfer cannot be imported ({error}); install it: {how_to_install('cuda')}")
         return False
     try:
         _try(ragged, module, device)

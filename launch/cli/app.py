@@ -10,7 +10,7 @@ from typing import Annotated, Literal, NoReturn, cast
 
 import typer
 
-from common.errors import TriptychError, invalid
+from common.errors import TriptychError, how_to_install, invalid
 from common.messages import WorkerRole
 from launch.cli import members_commands
 from launch.cli.options import ModelArgument, Url, takes_settings
@@ -91,7 +91,7 @@ def serve(
         try:
             from launch.ray.serve import serve as run_on_ray
         except ModuleNotFoundError as error:
-            raise invalid(f"--on ray needs Ray: pip install 'triptych[ray]' ({error})") from error
+            raise invalid(f"--on ray needs Ray: {how_to_install('ray')} ({error})") from error
         raise typer.Exit(run_on_ray(settings))
     from launch.cli.serve import serve as run
 

@@ -19,7 +19,7 @@ from typing import Final, Literal
 from rich.text import Text
 
 from common.config import EngineConfig, Settings
-from common.errors import TriptychError
+from common.errors import TriptychError, how_to_install
 from common.model_info import hub_folder, is_hub_id
 from common.process.host_memory import available_memory
 from common.process.ports import reserve_port
@@ -32,7 +32,6 @@ TESTED_PYTHON: Final = (3, 11)
 _LITTLE_MEMORY: Final = 2 * 2**30
 _LITTLE_DISK: Final = 2**30
 _FEW_DESCRIPTORS: Final = 1024
-_INSTALL: Final = "pip install '.[worker,broker]' in a checkout, or the wheel with these extras"
 _WORKER_PACKAGES: Final = ("torch", "transformers", "safetensors", "soxr", "llguidance")
 
 
@@ -130,7 +129,7 @@ def check_packages(_: Settings) -> Iterator[Finding]:
     versions = {name: _version(name) for name in ("triptych", *_WORKER_PACKAGES)}
     missing = [name for name in _WORKER_PACKAGES if versions[name] is None]
     if missing:
-        yield Finding("worker packages", "fail", f"missing: {', '.join(missing)}", _INSTALL)
+        yield Finding("worker packages", "fail", f"missing: {', '.join(missing)}", how_to_install("worker,broker"))
         return
     for name in ("torch", "transformers"):
         try:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from common.errors import how_to_install
 from common.telemetry import get_logger
 from proxy.server.metrics import RequestRecord
 
@@ -59,7 +60,7 @@ class TraceExporter:
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         except ImportError as error:
-            log.warning("no traces: pip install 'triptych[otel]'", error=str(error))
+            log.warning("no traces: OpenTelemetry is missing", install=how_to_install("otel"), error=str(error))
             return None
         return cls(OTLPSpanExporter(), proxy, count_lost)
 

@@ -40,10 +40,11 @@ def test_the_walk_takes_ten_steps_or_fewer() -> None:
     assert 0 < len(steps) <= 10
 
 
-def test_pages_install_what_there_is_and_no_package_of_an_index() -> None:
+def test_pages_and_messages_install_what_there_is_and_no_package_of_an_index() -> None:
     """The project is not published: it comes from a clone, or from the wheel of `make dist`."""
-    pages = [page for page in PAGES if page.name != "CHANGELOG.md"]
-    assert not [page.name for page in pages if re.search(r"pip install '?triptych\[", page.read_text())]
+    code = [path for package in PACKAGES for path in ROOT.glob(f"{package}/**/*.py")]
+    texts = {path: path.read_text() for path in (*PAGES, *code)}
+    assert not [path for path, text in texts.items() if re.search(r"pip install '?triptych\[", text)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -1,4 +1,4 @@
-"""The part of the NIXL library that tensors need. An optional extra: `pip install triptych[nixl]`.
+"""The part of the NIXL library that tensors need. Needs the optional extra `nixl`.
 
 An agent moves bytes between registered memory of two processes: over InfiniBand, RoCE, shared memory or TCP, whatever
 UCX finds between the two (UCX_TLS narrows the choice; tcp has to stay). https://github.com/ai-dynamo/nixl

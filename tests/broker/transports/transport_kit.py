@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[3]
 NIXL_REQUIRED = os.environ.get("CI") == "true" and (sys.platform, platform.machine()) == ("linux", "x86_64")
 """There it belongs to what tests need: without it they fail."""
 NEEDS_NIXL = pytest.mark.skipif(
-    module_name() is None and not NIXL_REQUIRED, reason="NIXL is not installed: pip install triptych[nixl]"
+    module_name() is None and not NIXL_REQUIRED, reason="NIXL is not installed: pip install '.[nixl]'"
 )
 NIXL = pytest.param("nixl", marks=NEEDS_NIXL)
 NIXL_CUDA = pytest.param("nixl+cuda", marks=NEEDS_NIXL)

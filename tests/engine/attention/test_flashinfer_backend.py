@@ -456,7 +456,7 @@ def test_without_flashinfer_cuda_gets_pytorch_and_the_log_says_how_to_install_it
     cuda = torch.device("cuda")
     assert choose_backend(cuda, torch.bfloat16).name == "torch"
     said = capsys.readouterr()
-    assert "pip install 'triptych[cuda]'" in said.out + said.err
-    with pytest.raises(TriptychError, match=r"pip install 'triptych\[cuda\]'"):
+    assert "pip install '.[cuda]'" in said.out + said.err
+    with pytest.raises(TriptychError, match=r"pip install '\.\[cuda\]'"):
         choose_backend(cuda, torch.bfloat16, "flashinfer")
     assert choose_backend(cuda, torch.float32).name == "torch"

