@@ -69,6 +69,9 @@ def application_of(settings: Settings, arguments: Arguments | None = None) -> Ap
     unknown = sorted({*arguments.resources, *arguments.scaling} - roles.keys() - {"proxy", BROKER})
     if unknown:
         raise invalid(f"no worker of the topology {topology} has the role {unknown[0]!r}", "topology")
+    fixed = sorted(arguments.scaling.keys() - roles.keys())
+    if fixed:
+        raise invalid(f"{fixed[0]!r} does not scale: leave it out (`proxies` says how many proxies run)", "scaling")
     broker = None
     if settings.broker is None:
         options = {"num_cpus": 0, **arguments.resources.get(BROKER, {})}

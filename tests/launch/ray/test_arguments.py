@@ -70,6 +70,8 @@ def test_replicas_of_one_application_have_one_key_and_another_application_anothe
         ({"topology": "1x"}, "no role 'x'"),
         ({"topology": "1e1pd", "resources": {"d": {}}}, "1e1pd has the role 'd'"),
         ({"topology": "1e1pd", "scaling": {"p": {"max_replicas": 2}}}, "1e1pd has the role 'p'"),
+        ({"topology": "1e1pd", "scaling": {"proxy": {"max_replicas": 2}}}, "'proxy' does not scale: .*`proxies`"),
+        ({"topology": "1e1pd", "scaling": {"broker": {"max_replicas": 2}}}, "'broker' does not scale"),
         ({"settings": {"max_inflite": 3}}, "unknown setting 'max_inflite'"),
     ],
 )
