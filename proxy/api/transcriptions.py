@@ -15,7 +15,7 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from common.errors import invalid
-from common.sampling_params import MAX_SEQUENCES, SamplingParams
+from common.sampling_params import MAX_LENGTH_PENALTY, MAX_SEQUENCES, SamplingParams
 from common.text import whisper_prompt
 from common.text.whisper_prompt import Task, language_name
 from common.text.whisper_rules import TEMPERATURES, Rules
@@ -101,7 +101,7 @@ class TranscriptionForm(BaseModel):
     max_completion_tokens: int | None = Field(None, ge=1)
     use_beam_search: bool = False
     best_of: int = Field(5, ge=1, le=MAX_SEQUENCES)
-    length_penalty: float = Field(1.0, ge=-100, le=100)
+    length_penalty: float = Field(1.0, ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)
     return_token_ids: bool = False
     return_prompts: bool = False
     priority: Int32 = 0

@@ -349,6 +349,7 @@ async def test_bad_fields_are_named(speech_rig):
 async def test_what_was_meant_or_is_to_be_done_is_told(speech_rig):
     for form, says in (
         ({"languge": "en"}, "languge is not a known field: leave it out; did you mean 'language'?"),
+        ({"length_penalty": "6"}, "less than or equal to 5"),
         ({"response_format": "diarized_json"}, "no model here tells speakers apart: use verbose_json"),
     ):
         response = await speech_rig.http.post("/v1/audio/transcriptions", data=form, files={"file": _upload(speech(1))})
