@@ -276,7 +276,7 @@ class Settings(BaseSettings):
         gt=0,
     )
     max_body_bytes: Size = _setting(ByteSize(128 * 2**20), "Largest HTTP request body.", "API", ge=1)
-    max_media_bytes: Size = _setting(ByteSize(32 * 2**20), "Largest image or audio file.", "API", ge=1)
+    max_media_bytes: Size = _setting(ByteSize(32 * 2**20), "Largest image or audio file, 64MiB at most.", "API", ge=1)
     max_media_items: int = _setting(16, "Images and audio files in one request.", "API", ge=1)
     max_video_bytes: Size = _setting(ByteSize(64 * 2**20), "Largest video file, 64MiB at most.", "API", ge=1)
     max_video_seconds: float = _setting(3600.0, "Longest video.", gt=0)
