@@ -21,7 +21,7 @@ _LOUDEST: Final = 1e15
 def decode_audio(media: bytes, sampling_rate: int, max_seconds: float) -> FloatArray:
     """Mono samples [num_samples] at `sampling_rate` Hz, channels averaged.
 
-    Reads what libsndfile reads (WAV, FLAC, Ogg, MP3 and others), and the containers of `common.media`. Raises
+    Reads what libsndfile reads (WAV, MP3, FLAC, Ogg, AIFF and others), and the containers of `common.media`. Raises
     TriptychError("bad_media") for anything else, damaged, empty or longer than `max_seconds`; no more than that is ever
     decoded.
     """
@@ -48,7 +48,7 @@ def _read_file(media: bytes, max_seconds: float) -> tuple[FloatArray, int, float
             return samples, rate, max(file.frames, len(samples)) / rate
     except (soundfile.SoundFileError, OSError, ValueError) as error:
         why = getattr(error, "error_string", error)
-        accepted = f"WAV, FLAC, Ogg, MP3, {containers.FORMATS} are accepted"
+        accepted = f"WAV, MP3, FLAC, Ogg, AIFF, {containers.FORMATS} are accepted"
         message = f"the sound ({len(media)} bytes) cannot be decoded; {accepted}: {why}"
         raise TriptychError("bad_media", message) from error
 

@@ -147,9 +147,8 @@ class TestSounds:
     @pytest.mark.parametrize("media", [b"", b"RIFF", b"not a sound", bytes(1000)])
     def test_other_bytes_are_no_sound(self, media: bytes) -> None:
         message = refused(decode_audio, media, 16000, 30)
-        assert (
-            f"({len(media)} bytes) cannot be decoded; WAV, FLAC, Ogg, MP3, {containers.FORMATS} are accepted" in message
-        )
+        accepted = f"WAV, MP3, FLAC, Ogg, AIFF, {containers.FORMATS} are accepted"
+        assert f"({len(media)} bytes) cannot be decoded; {accepted}" in message
 
     def test_an_empty_sound_is_refused(self) -> None:
         assert refused(decode_audio, sound_file(tone(0)), 16000, 30) == "the sound has no samples"
