@@ -56,6 +56,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Pack]] = {
     "fp8": ({"quant_method": "fp8", "activation_scheme": "dynamic"}, partial(fp8, per_row=False)),
     "fp8 blocks": ({"quant_method": "fp8", "weight_block_size": [32, 32]}, partial(fp8_blocks, size=32)),
     "float-quantized": (compressed("float-quantized", num_bits=8, strategy="channel"), partial(fp8, per_row=True)),
+    "naive-quantized": (compressed("naive-quantized", num_bits=8, strategy="channel"), partial(fp8, per_row=True)),
     "pack-quantized 4": (compressed("pack-quantized", num_bits=4, **_GROUPED), partial(packed, bits=4)),
     "pack-quantized 8": (compressed("pack-quantized", num_bits=8, **_GROUPED), partial(packed, bits=8)),
     "groups not used": (compressed("pack-quantized", num_bits=4, **_GROUPED), packed_with_unused_groups),
