@@ -68,8 +68,11 @@ def serve(
     flags: Flags,
     model: ModelArgument = None,
     start_timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.1, help="Longest wait until all is ready.")
-    ] = 300.0,
+        float | None,
+        typer.Option(
+            metavar="SECONDS", min=0.1, help="Longest wait until all is ready; not for Ray.", show_default="300"
+        ),
+    ] = None,
     on: Annotated[Platform, typer.Option(help="Where the workers run: here, or as replicas of Ray Serve.")] = "here",
 ) -> None:
     """Start a whole cluster on this machine: broker, encoders, prefill and decode workers and the OpenAI API.
@@ -88,14 +91,17 @@ def serve(
     """
     settings = load_settings({"model": model, **flags})
     if on == "ray":
+        if start_timeout is not None:
+            raise invalid("--start-timeout does not count with --on ray: leave it out", "start_timeout")
         try:
             from launch.ray.serve import serve as run_on_ray
         except ModuleNotFoundError as error:
             raise invalid(f"--on ray needs Ray: {how_to_install('ray')} ({error})") from error
         raise typer.Exit(run_on_ray(settings))
     from launch.cli.serve import serve as run
+    from launch.cluster.supervisor import START_TIMEOUT_S
 
-    raise typer.Exit(run(settings, start_timeout))
+    raise typer.Exit(run(settings, start_timeout or START_TIMEOUT_S))
 
 
 @app.command()

@@ -71,6 +71,7 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
+        ("serve --on ray --start-timeout 60", "--start-timeout does not count with --on ray: leave it out"),
         ("serve signpost --topology 0pd", "nothing would decode"),
         ("serve signpost --topology 1e1p", "add 1d"),
         ("serve signpost --device gpu", "'auto', 'cpu' or 'cuda'"),
