@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from common.config import SettingInfo
 
 ModelArgument = Annotated[str | None, typer.Argument(help="Hub id, folder, or bundled model.", show_default="signpost")]
+ClusterPort = Annotated[
+    int | None, typer.Option(metavar="PORT", help="Of the API: tells clusters of one name on this machine apart.")
+]
 Url = Annotated[
     str | None,
     typer.Option(help="URL of the API, without /v1.", show_default="the cluster that runs here, or port 8000"),

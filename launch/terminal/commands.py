@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from launch.cli.options import ModelArgument, Url, takes_settings
+from launch.cli.options import ClusterPort, ModelArgument, Url, takes_settings
 from launch.cluster.configure import Flags, load_settings
 
 Level = Literal["debug", "info", "warning", "error", "critical"]
@@ -35,10 +35,11 @@ def doctor(
     raise typer.Exit(run_doctor(settings, as_json=json))
 
 
-@takes_settings("cluster", "port")
+@takes_settings("cluster")
 def logs(
     flags: Flags,
     instance: Annotated[str | None, typer.Argument(help="Such as e0 or proxy.", show_default="all")] = None,
+    port: ClusterPort = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines, until Ctrl-C.")] = False,
     level: Annotated[Level, typer.Option(help="Least level of the lines.")] = "debug",
 ) -> None:
@@ -55,7 +56,7 @@ def logs(
     from launch.cluster.local_registry import find_local
     from launch.terminal.logs import show_logs
 
-    entry = find_local(load_settings(flags))
+    entry = find_local(load_settings({**flags, "port": port}))
     raise typer.Exit(show_logs(entry, instance, level, entry.is_alive if follow else None))
 
 

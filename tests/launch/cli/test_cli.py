@@ -56,6 +56,16 @@ def test_help_teaches_by_an_example(
     assert "Example" in output or "Start here" in output
 
 
+@pytest.mark.parametrize("command", ["status", "drain", "switch", "logs"])
+def test_the_port_of_a_running_cluster_is_said_to_tell_clusters_apart(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, output, _ = run(f"{command} --help", monkeypatch, capsys)
+    [line] = [line for line in output.splitlines() if line.startswith("│") and "--port " in line]
+    assert "tells clusters of one name on this machine apart" in line
+    assert "default" not in line
+
+
 def test_a_shell_completes_commands() -> None:
     environment = {"_TRIPTYCH_COMPLETE": "complete_bash", "COMP_WORDS": "triptych do", "COMP_CWORD": "1"}
     command = [sys.executable, "-c", "import sys; sys.argv = ['triptych']; from launch.cli.app import main; main()"]
