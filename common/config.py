@@ -38,6 +38,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["int8"]
 MediaScheme = Literal["data", "http", "https"]
+AttentionBackendName = Literal["auto", "flashinfer", "native", "torch"]
 PreemptionPolicy = Literal["auto", "recompute", "swap"]
 Transport = Literal["auto", "shm", "zmq", "redis", "nixl", "cuda"]
 Size = Annotated[ByteSize, AfterValidator(int)]
@@ -146,8 +147,8 @@ class EngineConfig(BaseModel):
     num_threads: int | None = _setting(
         None, "CPU threads of one worker.", "Engine", shown="under `serve` a share of the cores, else all cores", ge=1
     )
-    attention_backend: str = _setting(
-        "auto", "Name of the attention backend; auto chooses by device, dtype and heads.", "Engine"
+    attention_backend: AttentionBackendName = _setting(
+        "auto", "Attention by flashinfer (CUDA), native (CPU) or torch; auto: by device, dtype and heads.", "Engine"
     )
     enforce_eager: bool = _setting(
         False, "Record no steps (CUDA graphs; calls on a CPU): slower, and starts sooner.", "Engine"

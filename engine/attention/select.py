@@ -125,7 +125,7 @@ def choose_backend(
     """Return the backend with the `name`, or the best for a device, a dtype and a decoder's heads. Logs the choice.
 
     What stands in for one that cannot run here `is_fallback`. Raises TriptychError("invalid_request") for a name that
-    there is not, or that cannot run here or serve this device, dtype and size of heads.
+    cannot run here or serve this device, dtype and size of heads.
     """
     backend = _choose(device, dtype, heads) if name == "auto" else _make_named(name, device, dtype, heads)
     log.info("attention backend", backend=backend.name, device=device.type, dtype=str(dtype).removeprefix("torch."))
@@ -133,10 +133,7 @@ def choose_backend(
 
 
 def _make_named(name: str, device: torch.device, dtype: torch.dtype, heads: HeadSpec) -> AttentionBackend:
-    entry = BACKENDS.get(name)
-    if entry is None:
-        names = ", ".join(["auto", *sorted(BACKENDS)])
-        raise invalid(f"no attention backend {name!r}; there are: {names}", "attention_backend")
+    entry = BACKENDS[name]
     if not entry.serves(device, dtype, heads.head_dim):
         raise invalid(
             f"attention backend {name!r} does not serve {dtype} with heads of {heads.head_dim} on {device.type}; "

@@ -3,7 +3,7 @@ grouped heads, scales, biases and masks, sliding windows and key ranges."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from common.config import AttentionBackendName
 from common.errors import TriptychError
 from engine.attention import select
 from engine.attention.backend import AttentionBackend, PagedAttentionContext, PlanSizes
@@ -197,9 +198,8 @@ def test_a_bias_is_evaluated_once_for_all_layers() -> None:
     assert len(calls) == len(shape.lens)
 
 
-def test_an_unknown_backend_is_refused_by_name() -> None:
-    with pytest.raises(TriptychError, match=r"no attention backend 'magic'; there are: auto, .*torch"):
-        choose_backend(CPU, name="magic")
+def test_every_backend_can_be_named_in_the_settings() -> None:
+    assert {"auto", *BACKENDS} == {*get_args(AttentionBackendName)}
 
 
 def test_a_backend_that_cannot_serve_the_dtype_is_refused() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from common.config import Settings
+from common.config import AttentionBackendName, Settings
 from common.errors import TriptychError
 from launch.cluster.configure import _check_variables, child_environment, load_settings
 from services.process.drain import VARIABLE
@@ -52,6 +53,12 @@ def test_bad_values_are_named_in_one_line() -> None:
     assert "unknown setting 'colour'" in message
     assert "cluster = 'a b': value error, has to consist of letters" in message
     assert "instance_id = 'e:0': " in message
+
+
+def test_a_misspelt_attention_backend_is_refused_with_the_names_of_all() -> None:
+    with pytest.raises(TriptychError, match=r"engine\.attention_backend = 'flashinfr'") as raised:
+        load_settings({"engine.attention_backend": "flashinfr"})
+    assert all(repr(name) in raised.value.info.message for name in get_args(AttentionBackendName))
 
 
 def test_misspelt_settings_are_refused_with_the_closest_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
