@@ -17,6 +17,8 @@ MAX_SEQUENCES: Final = 128
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_CHARS: Final = 1024
 """Of one stop string."""
+MAX_GRAMMAR_BYTES: Final = 64 * 2**10
+"""Of the text of one grammar."""
 MAX_LENGTH_PENALTY: Final = 5.0
 """Larger powers of a long output's length overflow single precision."""
 

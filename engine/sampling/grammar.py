@@ -17,11 +17,9 @@ from tokenizers import Tokenizer
 
 from common.errors import ErrorInfo, TriptychError
 from common.model_info import ModelInfo
-from common.sampling_params import Grammar
+from common.sampling_params import MAX_GRAMMAR_BYTES, Grammar
 from engine.sampling.big_stack_thread import call_deep
 
-MAX_TEXT_BYTES: Final = 64 * 2**10
-"""Cap of a grammar's text."""
 MAX_CACHED: Final = 32
 """Compiled grammars kept for further requests, the least recently used go first."""
 _COMPACT: Final[Any] = {"whitespace_flexible": False}
@@ -96,8 +94,8 @@ class PieceTokenizer:
 class GrammarCompiler:
     """Compile grammars for a model's tokenizer.
 
-    The cost of a hostile grammar is bounded. MAX_TEXT_BYTES limits its text, and the stack of `call_deep` the depth of
-    references between rules. llguidance limits nesting, size (500,000 symbols), the building of the lexer (about
+    The cost of a hostile grammar is bounded. MAX_GRAMMAR_BYTES limits its text, and the stack of `call_deep` the depth
+    of references between rules. llguidance limits nesting, size (500,000 symbols), the building of the lexer (about
     20 ms), the work of each step (under 0.1 s at worst) and the lexer's states in memory (50,000, about 20 MB).
     A grammar over a limit is refused. A limit reached only while generating ends the request with an error.
     """
@@ -118,8 +116,8 @@ class GrammarCompiler:
 
     def _compile(self, grammar: Grammar) -> GrammarMatcher:
         size = len(grammar.text.encode())
-        if size > MAX_TEXT_BYTES:
-            raise _refused(grammar, f"{size} bytes are over the limit of {MAX_TEXT_BYTES}")
+        if size > MAX_GRAMMAR_BYTES:
+            raise _refused(grammar, f"{size} bytes are over the limit of {MAX_GRAMMAR_BYTES}")
         matcher = llguidance.LLMatcher(self._tokenizer, _to_llguidance(grammar), log_level=0, limits=self._limits)
         started = GrammarMatcher(matcher, self._vocab_size)
         if matcher.is_error():

@@ -9,12 +9,10 @@ from typing import Annotated, Any, Final, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from common.errors import invalid
-from common.sampling_params import Grammar
+from common.sampling_params import MAX_GRAMMAR_BYTES, Grammar
 from proxy.conversation.forced import closed
 from proxy.server.errors import FIRST_ERROR
 
-MAX_GRAMMAR_CHARS = 256 * 2**10
-"""Limit of a schema, as JSON, or of another constraint."""
 MAX_FIELDS = 64
 """Limit per object: pydantic would report a million errors for a million unknown fields."""
 
@@ -106,10 +104,20 @@ class StructuredFields(BaseModel):
 
 @dataclass(frozen=True)
 class Constraint:
-    """Grammar, and the request's field of origin."""
+    """Grammar, and the request's field of origin. Raises TriptychError("invalid_request") for one that is too long."""
 
     field: str
     grammar: Grammar
+
+    def __post_init__(self) -> None:
+        _check_size(self.field, self.grammar.text)
+
+
+def _check_size(field: str, text: str) -> None:
+    """Raise TriptychError("invalid_request") naming the field whose grammar or schema is too long."""
+    size = len(text.encode())
+    if size > MAX_GRAMMAR_BYTES:
+        raise invalid(f"{field} has a grammar of {size} bytes, at most {MAX_GRAMMAR_BYTES} are allowed", field)
 
 
 def _forms(prefix: str, values: tuple[Any, ...]) -> list[Constraint]:
@@ -126,8 +134,7 @@ def _grammar(kind: _Kind, value: Any, field: str) -> Grammar:
     if kind == "choice" and not value:
         raise invalid(f"{field} is empty: name at least one", field)
     text = value if isinstance(value, str) else json.dumps(value)
-    if len(text) > MAX_GRAMMAR_CHARS:
-        raise invalid(f"{field} has {len(text)} characters, at most {MAX_GRAMMAR_CHARS} are allowed", field)
+    _check_size(field, text)
     if kind != "json":
         return Grammar(kind, text)
     try:

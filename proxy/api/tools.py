@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from common.errors import invalid
-from proxy.api.structured import MAX_GRAMMAR_CHARS, Constraint
+from proxy.api.structured import Constraint
 from proxy.conversation.dialect import Dialect
 from proxy.conversation.forced import call_grammar
 from proxy.conversation.parts import AnswerPart
@@ -41,12 +41,6 @@ class FunctionDefinition(BaseModel):
         if kind != "object":
             message = f"the parameters of the tool {self.name!r} have the type {kind!r:.40}: take 'object'"
             raise invalid(message, f"{where}.parameters")
-        size = len(json.dumps(self.parameters))
-        if size > MAX_GRAMMAR_CHARS:
-            message = (
-                f"the parameters of the tool {self.name!r} have {size} characters, at most {MAX_GRAMMAR_CHARS} are"
-            )
-            raise invalid(f"{message} allowed", f"{where}.parameters")
 
 
 class Tool(BaseModel):

@@ -15,8 +15,8 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from common.errors import TriptychError
-from common.sampling_params import Grammar, SamplingParams
-from engine.sampling.grammar import MAX_TEXT_BYTES, GrammarCompiler
+from common.sampling_params import MAX_GRAMMAR_BYTES, Grammar, SamplingParams
+from engine.sampling.grammar import GrammarCompiler
 from engine.sampling.sampler import Sampler
 from engine.state.request import Sequence
 from proxy.conversation.forced import CallList, call_grammar
@@ -205,7 +205,7 @@ HOSTILE: dict[str, Grammar] = {
         "json_schema",
         json.dumps({"allOf": [{"anyOf": [{"const": f"{i}{j}"} for j in range(9)]} for i in range(9)]}),
     ),
-    "text over the limit": Grammar("regex", "a" * (MAX_TEXT_BYTES + 1)),
+    "text over the limit": Grammar("regex", "a" * (MAX_GRAMMAR_BYTES + 1)),
 }
 
 
@@ -327,10 +327,10 @@ def test_random_walks_never_leave_the_grammar(sampler: Sampler) -> None:
 
 def _longest(make: Callable[[int], str]) -> str:
     """The longest text within the limit that `make` makes of a number."""
-    least, most = 1, MAX_TEXT_BYTES
+    least, most = 1, MAX_GRAMMAR_BYTES
     while least < most:
         middle = (least + most + 1) // 2
-        least, most = (middle, most) if len(make(middle)) <= MAX_TEXT_BYTES else (least, middle - 1)
+        least, most = (middle, most) if len(make(middle)) <= MAX_GRAMMAR_BYTES else (least, middle - 1)
     return make(least)
 
 

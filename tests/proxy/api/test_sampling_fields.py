@@ -11,8 +11,7 @@ import pytest
 
 from common.errors import ErrorInfo
 from common.messages import Generate
-from common.sampling_params import Grammar, SamplingParams
-from proxy.api.structured import MAX_GRAMMAR_CHARS
+from common.sampling_params import MAX_GRAMMAR_BYTES, Grammar, SamplingParams
 from tests.proxy.sample_media import audio_part, speech
 
 SCHEMA = {"type": "object", "properties": {"colour": {"type": "string"}}}
@@ -62,7 +61,7 @@ async def test_the_priority_arrives(rig):
     assert [message.priority for message in rig.cluster.decoders[0].of(Generate)] == [-3, 5, 0]
 
 
-LONG = "x" * (MAX_GRAMMAR_CHARS + 1)
+LONG = "x" * (MAX_GRAMMAR_BYTES + 1)
 TOO_MUCH = (
     ({"stop": "x" * 1025}, "stop", "1024"),
     ({"stop": ["x", "x" * 1025]}, "stop[1]", "1024"),
@@ -74,15 +73,17 @@ TOO_MUCH = (
     (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"title": LONG}}}},
         "response_format",
-        str(MAX_GRAMMAR_CHARS),
+        str(MAX_GRAMMAR_BYTES),
     ),
-    ({"guided_json": {"title": LONG}}, "guided_json", str(MAX_GRAMMAR_CHARS)),
-    ({"guided_json": LONG}, "guided_json", str(MAX_GRAMMAR_CHARS)),
-    ({"guided_regex": LONG}, "guided_regex", str(MAX_GRAMMAR_CHARS)),
-    ({"guided_choice": [LONG]}, "guided_choice", str(MAX_GRAMMAR_CHARS)),
-    ({"guided_grammar": LONG}, "guided_grammar", str(MAX_GRAMMAR_CHARS)),
-    ({"structured_outputs": {"json": {"title": LONG}}}, "structured_outputs.json", str(MAX_GRAMMAR_CHARS)),
-    ({"structured_outputs": {"regex": LONG}}, "structured_outputs.regex", str(MAX_GRAMMAR_CHARS)),
+    ({"guided_json": {"title": LONG}}, "guided_json", str(MAX_GRAMMAR_BYTES)),
+    ({"guided_json": LONG}, "guided_json", str(MAX_GRAMMAR_BYTES)),
+    ({"guided_regex": LONG}, "guided_regex", str(MAX_GRAMMAR_BYTES)),
+    ({"guided_regex": "é" * (MAX_GRAMMAR_BYTES // 2 + 1)}, "guided_regex", str(MAX_GRAMMAR_BYTES)),
+    ({"guided_json": {"properties": {LONG[:-30]: True}}}, "guided_json", str(MAX_GRAMMAR_BYTES)),  # too long closed
+    ({"guided_choice": [LONG]}, "guided_choice", str(MAX_GRAMMAR_BYTES)),
+    ({"guided_grammar": LONG}, "guided_grammar", str(MAX_GRAMMAR_BYTES)),
+    ({"structured_outputs": {"json": {"title": LONG}}}, "structured_outputs.json", str(MAX_GRAMMAR_BYTES)),
+    ({"structured_outputs": {"regex": LONG}}, "structured_outputs.regex", str(MAX_GRAMMAR_BYTES)),
     ({"x" * 200: 1}, "x" * 80, "not a known field"),
 )
 

@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import ErrorInfo
 from common.messages import Encode, Generate
-from common.sampling_params import Grammar
+from common.sampling_params import MAX_GRAMMAR_BYTES, Grammar
 from proxy.conversation.dialect import Dialect
 from tests.proxy.sample_media import image_part, picture
 from tests.proxy.streams import events
@@ -49,6 +49,12 @@ USER = {"role": "user", "content": "How is the weather?"}
 async def tool_rig(serve, long_text_model):
     async with serve(long_text_model.folder, encoders=0, chat_template=TEMPLATE) as rig:
         yield rig
+
+
+def tool_of(size, name="a"):
+    """A tool whose parameters are of `size` bytes and a little more."""
+    parameters = {"type": "object", "description": "x" * size}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
 def allowed(*names):
@@ -253,6 +259,12 @@ async def test_the_picture_of_a_result_goes_to_a_model_whose_template_knows_no_t
     ("fields", "param", "says"),
     [
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "'a b'"),
+        (
+            {"tools": [tool_of(MAX_GRAMMAR_BYTES)], "tool_choice": {"type": "function", "function": {"name": "a"}}},
+            "tools[0].function.parameters",
+            "65536",
+        ),
+        ({"tools": [tool_of(40_000), tool_of(40_000, "b")], "tool_choice": "required"}, "tools", "65536"),
         ({"tools": [NOW, NOW]}, "tools[1].function.name", "'now'"),
         (
             {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]},

@@ -10,9 +10,9 @@ import pytest
 from pydantic import ValidationError
 
 from common.messages import encode
+from common.sampling_params import MAX_GRAMMAR_BYTES
 from proxy.api.openai_types import ChatRequest, CompletionRequest
 from proxy.api.sampling_fields import ACCEPTED_OFF, IGNORED
-from proxy.api.structured import MAX_GRAMMAR_CHARS
 from proxy.api.transcriptions import TranscriptionForm
 from tests.proxy.sample_media import speech
 
@@ -24,7 +24,7 @@ WEIRD = (
 )  # fmt: skip
 RAW = ("NaN", "Infinity", "-Infinity", "1e999", "[1e999]", '{"1": NaN}', "[" * 500 + "]" * 500)
 MESSAGE = {"role": "user", "content": "hi"}
-TEXT = "x" * (MAX_GRAMMAR_CHARS + 32 * 2**10)
+TEXT = "x" * (MAX_GRAMMAR_BYTES + 32 * 2**10)
 LARGE = (TEXT, [TEXT], ["x" * 1000] * 300, {TEXT: 1}, {"a": TEXT})
 LARGE_SHAPES = {
     "response_format": (
