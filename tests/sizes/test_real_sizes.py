@@ -233,6 +233,7 @@ def as_planned(llm: LLM) -> Iterator[None]:
     if peak.size_bytes is not None:
         print(f"{peak.size_bytes / 2**20:.0f} MiB of {planned / 2**20:.0f} planned")
         assert peak.size_bytes <= planned
+        assert TOY or DEVICE != "cpu" or planned <= 3 * peak.size_bytes, "so large a guess leaves nothing for caches"
 
 
 def check_memory(served: Served) -> None:
