@@ -29,7 +29,6 @@ from proxy.server.errors import from_validation
 from proxy.server.request_context import Payload, RequestContext, Sse
 from proxy.service import Service
 
-_JSON: Final = ["json", "verbose_json"]
 _MAX_FIELDS: Final = 32
 _CHARSETS: Final = ("utf-8", "utf8", "us-ascii", "ascii", "iso-8859-1", "latin-1", "latin1")
 """Accepted charsets of forms. Python has codecs that raise, take minutes, or return no text."""
@@ -152,9 +151,8 @@ class TranscriptionForm(BaseModel):
         if self.timestamp_granularities and not self.has_segments:
             message = f"{self.response_format} has no timestamp_granularities: use verbose_json, srt or vtt"
             raise invalid(message, "timestamp_granularities")
-        for name, forms in (("include", ["json"]), ("return_token_ids", _JSON), ("return_prompts", _JSON)):
-            if getattr(self, name) and (self.stream or self.response_format not in forms):
-                raise invalid(f"{name} needs the response_format {' or '.join(forms)}, and no stream", name)
+        if self.include and (self.stream or self.response_format != "json"):
+            raise invalid("logprobs come with response_format json only, and are not streamed", "include")
         if self.use_beam_search:
             refuse_sampling(self)
 

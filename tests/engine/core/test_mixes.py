@@ -166,7 +166,7 @@ def test_any_mix_gives_the_tokens_of_each_request_alone(model: str, request: pyt
     info: ModelInfo = request.getfixturevalue(fixtures[model])
 
     @given(jobs=some_jobs(model), sizes=some_sizes(), seed=st.integers(0, 999))
-    @settings(max_examples=20, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     def any_mix(jobs: list[Job], sizes: Sizes, seed: int) -> None:
         check(info, jobs, sizes, seed)
 
