@@ -85,7 +85,10 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Known:
         shown = [{"type": "image_url", "image_url": {"url": data_url(one, "image/jpeg")}} for one in pictures]
         http = {"messages": [{"role": "user", "content": [*shown, parts[-1]]}]}
         cases.append(Case(prompt, [], pictures, http=http))
-    return known(folder, AutoModelForImageTextToText, inputs, cases)
+    # Of bfloat16 a CPU uses the largest error alone: with the first request's the check is no looser, and two cores are
+    # done half an hour sooner.
+    again = [0] if DEVICE == "cpu" and not TOY else None
+    return known(folder, AutoModelForImageTextToText, inputs, cases, again)
 
 
 def test_a_vision_language_model_answers_as_transformers(qwen: Known) -> None:
